@@ -1,0 +1,423 @@
+"""The hub: everything that decides, as one fold over events.
+
+`Hub.handle(event) -> list[Effect]` has no clock, thread, disk, network, Ray or torch inside. The same events,
+policy and versions give the same effects, bit for bit; every shell (in process, actor, replay, tests) runs this.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from foreshock.detectors import Detectors, Report
+from foreshock.detectors.types import Diagnosis
+from foreshock.pipeline.assembly import Assembler
+from foreshock.pipeline.events import (
+    Ack,
+    Announcement,
+    Audit,
+    Confirmation,
+    Effect,
+    Event,
+    Frames,
+    Hello,
+    Human,
+    Issue,
+    Notify,
+    PolicyLoaded,
+    RecoveryPoint,
+    Snapshot,
+    Tick,
+)
+from foreshock.policies import Mode, PolicySet, loads
+from foreshock.policies.engine import Engine, Ruling
+from foreshock.policies.types import Decision, Incident
+from foreshock.remediation.commands import EXPIRES, Unavailable, resolve
+from foreshock.remediation.points import Point, PointLedger
+from foreshock.remediation.types import Command, Outcome
+from foreshock.remediation.verification import Criteria, Verification
+from foreshock.signals import ClosedStep, SignalTable
+
+SNAPSHOT_EVERY = 500
+WINDOW = 32
+"""Steps over which the update spectrum averages; verification starts after three of them (DESIGN 7)."""
+MAX_OUTLIERS_AUDITED = 200
+
+
+class Hub:
+    """One run's decider. Not thread-safe: its shell calls it from one place."""
+
+    def __init__(self, run: str) -> None:
+        self.run = run
+        self.policy_text = ("", "")
+        self.engine: Engine | None = None
+        self.detectors: Detectors | None = None
+        self.hello: Hello | None = None
+        self.assembler = Assembler()
+        self.ledger = PointLedger()
+        self.clock = 0
+        self.step = 0
+        self.human_mode: str | None = None
+        self.command: Command | None = None
+        self.acks: dict[int, dict[str, Any]] = {}
+        self.verification: Verification | None = None
+        self.standing: dict[str, dict[str, Any]] = {}
+        self.rewound: dict[str, Any] = {}
+        """Detector state as it stood at each recovery point's step."""
+        self.outliers = 0
+        self.diagnosed: dict[str, tuple[str, tuple[int, ...], tuple[str, ...]]] = {}
+        self._effects: list[Effect] = []
+
+    def handle(self, event: Event) -> list[Effect]:
+        """Fold one event in. Raises only on a defect; its shell then stops watching, training goes on."""
+        self._effects = []
+        handler: Callable[[Any], None] = {
+            PolicyLoaded: self._policy,
+            Hello: self._hello,
+            Frames: self._frames,
+            Tick: lambda _: None,
+            Ack: self._ack,
+            RecoveryPoint: self._point,
+            Confirmation: self._confirmation,
+            Human: self._human,
+            Announcement: self._announcement,
+        }[type(event)]
+        handler(event)
+        effects, self._effects = self._effects, []
+        return effects
+
+    # -- attempts and policies ----------------------------------------------------------------------------
+
+    def _policy(self, event: PolicyLoaded) -> None:
+        policies = loads(event.text, event.source)
+        self.policy_text = (event.text, event.source)
+        before = self.engine
+        self.engine = Engine(policies, self._unavailable)
+        if before is not None:
+            self.engine.load_state_dict(before.state_dict())
+            kept = {p.name for p in policies.policies}
+            self.engine.incidents = [i for i in self.engine.incidents if not i.state.open or i.policy in kept]
+        self._audit("policy.loaded", {"name": policies.name, "source": event.source, "mode": str(policies.mode)})
+
+    def _hello(self, event: Hello) -> None:
+        engine = self._engine()
+        self.hello = event
+        if event.attempt > 1:
+            self._fence("a new attempt began")
+            self._rule(engine.interrupt(self.clock, "a new attempt began"))
+        self.step = event.step
+        self.diagnosed = {}
+        self.ledger = PointLedger()
+        self.rewound = {}
+        self.assembler.start(event.attempt, event.ranks, event.table.id, 0, event.step)
+        self.detectors = self._new_detectors(event.table)
+        engine.mode = self._mode()
+        self._audit(
+            "attempt.started",
+            {
+                "attempt": event.attempt,
+                "ranks": list(event.ranks),
+                "step": event.step,
+                "table": event.table.id,
+                "mode": self.modes(),
+                "unavailable": event.unavailable,
+                "standing": self.standing,
+                "options": event.options,
+            },
+        )
+
+    def _new_detectors(self, table: SignalTable) -> Detectors:
+        options = self.hello.options if self.hello else {}
+        budget = float(self._engine().policies.false_alarms.steps)
+        return Detectors(table, budget_steps=budget, start=options.get("start"), sources=options.get("sources", True))
+
+    def _mode(self) -> Mode:
+        return Mode.lowest(*(Mode(m) for m in self.modes().values()))
+
+    def modes(self) -> dict[str, str]:
+        """Where the acting mode comes from; the lowest wins."""
+        allow = self.hello.allow if self.hello else "observe"
+        return {"code": allow, "person": self.human_mode or "enforce", "policy": str(self._engine().policies.mode)}
+
+    # -- signals ------------------------------------------------------------------------------------------
+
+    def _frames(self, event: Frames) -> None:
+        for frame in event.frames:
+            for closed in self.assembler.add(frame):
+                self._closed(closed)
+
+    def _closed(self, closed: ClosedStep) -> None:
+        detectors, engine = self._detectors(), self._engine()
+        self.clock += 1
+        self.step = closed.step
+        report = detectors.update(closed)
+        self._report(report)
+        self._remember(closed.step + 1)
+        self.ledger.firing(_onsets(report))
+        self._expire()
+        if self.verification is not None:
+            verdict = self.verification.update(self.clock, detectors.current(tuple(self.verification.reference)))
+            if verdict is not None:
+                self._judge(*verdict)
+        self._rule(engine.advance(self.clock, report.diagnoses))
+        if self.clock % SNAPSHOT_EVERY == 0:
+            self._effects.append(Snapshot())
+
+    def _report(self, report: Report) -> None:
+        for alarm in report.opened:
+            self._audit("alarm.opened", alarm.to_json())
+        for alarm in report.closed:
+            self._audit("alarm.closed", {"signal": alarm.signal, "step": self.step})
+        for step, signal in report.outliers:
+            self.outliers += 1
+            if self.outliers <= MAX_OUTLIERS_AUDITED:
+                self._audit("outlier", {"signal": signal, "step": step})
+        for diagnosis in report.diagnoses:
+            name, facts = str(diagnosis.mechanism), (str(diagnosis.severity), diagnosis.layers, diagnosis.signals)
+            if self.diagnosed.get(name) != facts:
+                self.diagnosed[name] = facts
+                self._audit("diagnosis", diagnosis.to_json())
+        for name in set(self.diagnosed) - {str(d.mechanism) for d in report.diagnoses}:
+            del self.diagnosed[name]
+            self._audit("diagnosis.ended", {"mechanism": name, "step": self.step})
+
+    def _remember(self, step: int) -> None:
+        every = self.hello.options.get("points_every") if self.hello else None
+        if every and step % every == 0:
+            self.rewound[str(step)] = self._detectors().snapshot()
+            known = {str(p.step) for p in self.ledger.points}
+            self.rewound = {k: v for k, v in self.rewound.items() if k in known or int(k) > step - 2 * every}
+
+    # -- commands -----------------------------------------------------------------------------------------
+
+    def _unavailable(self, name: str, arguments: dict[str, Any], incident: Incident) -> str | None:
+        try:
+            self._resolve(name, arguments, incident.diagnosis)
+        except Unavailable as reason:
+            return str(reason)
+        return None
+
+    def _resolve(self, name: str, arguments: dict[str, Any], diagnosis: Diagnosis) -> dict[str, Any]:
+        cannot = self.hello.unavailable if self.hello else {}
+        return resolve(name, arguments, diagnosis, self.ledger, self.step, cannot)
+
+    def _rule(self, ruling: Ruling) -> None:
+        for kind, payload in ruling.audit:
+            self._audit(kind, payload)
+        for decision in ruling.issue:
+            self._issue(decision)
+        for receivers, text in ruling.notify:
+            self._effects.append(Notify(receivers, text))
+
+    def _issue(self, decision: Decision) -> None:
+        incident = self._engine().get(decision.incident)
+        assert incident is not None and self.hello is not None
+        try:
+            actions = tuple((name, self._resolve(name, arguments, incident.diagnosis)) for name, arguments in decision.actions)
+        except Unavailable as reason:  # a point was lost while a person thought about it
+            self._rule(self._engine().judged(decision.incident, "unavailable", str(reason), self.clock))
+            return
+        command = Command(decision.id, self.hello.attempt, decision.incident, actions, self.clock, self.clock + EXPIRES)
+        self.command, self.acks = command, {}
+        self.ledger.pinned |= {arguments["point"] for name, arguments in actions if name == "rollback"}
+        self._audit("command.issued", command.to_json())
+        self._effects.append(Issue(command))
+
+    def _ack(self, event: Ack) -> None:
+        command = self.command
+        if command is None or event.command != command.id:
+            self._audit("ack.ignored", {"command": event.command, "rank": event.rank, "result": event.result})
+            return
+        self.acks[event.rank] = {"result": event.result, "step": event.step, **event.detail}
+        if event.result != "applied":
+            self.command = None
+            self._outcome(command, None, event.result, str(event.detail.get("reason", "")))
+            self._rule(self._engine().judged(command.incident, event.result, str(event.detail.get("reason", "")), self.clock))
+        elif set(self.acks) >= set(self.assembler.ranks):
+            self._applied(command, event.step)
+
+    def _applied(self, command: Command, step: int) -> None:
+        self.command = None
+        detectors, engine = self._detectors(), self._engine()
+        incident = engine.get(command.incident)
+        assert incident is not None
+        actions = dict(command.actions)
+        self._audit("command.applied", {"command": command.id, "step": step, "acks": {str(r): a for r, a in self.acks.items()}})
+        if "precision_upcast" in actions:
+            self._stand("precision_upcast", actions["precision_upcast"])
+        if "lr_scale" in actions:
+            self._stand("lr_scale", actions["lr_scale"])
+        reference = self._reference(incident)
+        if "rollback" in actions:
+            point = actions["rollback"]["step"]
+            self.assembler.rewind(self.assembler.timeline + 1, point)
+            if str(point) in self.rewound:
+                detectors.restore(self.rewound[str(point)], point)
+            self.rewound = {k: v for k, v in self.rewound.items() if int(k) <= point}
+            self.ledger.rewound(point)
+            self.step = point
+        detectors.after_action(self.step, incident.diagnosis.layers or None)
+        self._rule(engine.applied(command.incident, self.clock, pause="pause" in actions))
+        if "pause" not in actions:
+            self.verification = Verification(command.id, command.incident, self._criteria(incident), reference, self.clock)
+            self._audit(
+                "verification.started",
+                {"command": command.id, "signals": {k: [_number(a), _number(b)] for k, (a, b) in reference.items()}},
+            )
+
+    def _reference(self, incident: Incident) -> dict[str, tuple[float, float]]:
+        detectors = self._detectors()
+        wanted = self._policy_of(incident).verify.signals
+        names = detectors.verification_keys(incident.diagnosis) if wanted == "diagnosed" else tuple(f"symptom.{s}" for s in wanted)
+        return dict(detectors.reference(names, incident.diagnosis.onset.early))
+
+    def _criteria(self, incident: Incident) -> Criteria:
+        v = self._policy_of(incident).verify
+        delay = max(v.initial_delay, 3 * WINDOW)
+        return Criteria(delay, v.interval, v.band, v.recovered.n, v.failed.k, v.failed.n, max(v.timeout, delay + v.interval))
+
+    def _policy_of(self, incident: Incident) -> Any:
+        return next(p for p in self._engine().policies.policies if p.name == incident.policy)
+
+    def _stand(self, name: str, arguments: dict[str, Any]) -> None:
+        """An upcast or a scaled rate is the run's, not the process's: new attempts start with it."""
+        before = self.standing.get(name)
+        if name == "lr_scale" and before:
+            arguments = {**arguments, "factor": before["factor"] * arguments["factor"]}
+        if name == "precision_upcast" and before:
+            layers = None if None in (before["layers"], arguments["layers"]) else sorted({*before["layers"], *arguments["layers"]})
+            arguments = {**arguments, "layers": layers}
+        self.standing[name] = arguments
+
+    def _judge(self, verdict: str, reason: str) -> None:
+        judged, self.verification = self.verification, None
+        assert judged is not None
+        self._audit(
+            "outcome",
+            Outcome(judged.command, judged.incident, judged.started, verdict, reason, cost={"checks": float(len(judged.checks))}).to_json(),
+        )
+        self._rule(self._engine().judged(judged.incident, verdict, reason, self.clock))
+
+    def _outcome(self, command: Command, step: int | None, verdict: str, reason: str) -> None:
+        self._audit("outcome", Outcome(command.id, command.incident, step, verdict, reason, dict(self.acks)).to_json())
+
+    def _expire(self) -> None:
+        if self.command is not None and self.clock > self.command.expires:
+            self._fence(f"not applied within {EXPIRES} steps")
+
+    def _fence(self, reason: str) -> None:
+        self.verification = None
+        if self.command is not None:
+            command, self.command = self.command, None
+            self._outcome(command, None, "expired", reason)
+            self._rule(self._engine().judged(command.incident, "expired", reason, self.clock))
+
+    # -- the rest -----------------------------------------------------------------------------------------
+
+    def _point(self, event: RecoveryPoint) -> None:
+        if event.step <= self.step + 1:
+            self.ledger.add(Point(event.id, event.step, event.batches, self.clock, event.finite))
+            self.ledger.prune(self.step)
+        self._audit(
+            "recovery_point",
+            {"id": event.id, "step": event.step, "finite": event.finite, "bytes": event.bytes, "seconds": round(event.seconds, 4)},
+        )
+
+    def _confirmation(self, event: Confirmation) -> None:
+        self._audit("confirmation", {"mechanism": event.mechanism, "confirms": event.confirms, "text": event.text})
+
+    def _human(self, event: Human) -> None:
+        engine = self._engine()
+        self._audit("human", {"verb": event.verb, "argument": event.argument, "who": event.who})
+        if event.verb in ("approve", "reject"):
+            self._rule(engine.answer(event.argument, event.verb == "approve", event.who, self.clock))
+        elif event.verb == "mode" and event.argument in list(Mode):
+            self.human_mode = event.argument
+            engine.mode = self._mode()
+
+    def _announcement(self, event: Announcement) -> None:
+        self._detectors().announce(event.text, event.step, event.steps)
+        self._audit("announcement", {"text": event.text, "step": event.step, "steps": event.steps})
+
+    def _audit(self, kind: str, payload: dict[str, Any]) -> None:
+        self._effects.append(Audit(kind, payload))
+
+    def _engine(self) -> Engine:
+        if self.engine is None:
+            raise RuntimeError("no policy was loaded before this event")
+        return self.engine
+
+    def _detectors(self) -> Detectors:
+        if self.detectors is None:
+            raise RuntimeError("no attempt was started before this event")
+        return self.detectors
+
+    @property
+    def policies(self) -> PolicySet:
+        return self._engine().policies
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, as plain values and numpy arrays."""
+        engine, hello = self._engine(), self.hello
+        return {
+            "run": self.run,
+            "policy": list(self.policy_text),
+            "engine": engine.state_dict(),
+            "hello": None
+            if hello is None
+            else {
+                **{name: getattr(hello, name) for name in hello.__slots__},
+                "table": hello.table.to_json(),
+                "ranks": list(hello.ranks),
+            },
+            "detectors": self.detectors.state_dict() if self.detectors else None,
+            "assembler": self.assembler.state_dict(),
+            "ledger": self.ledger.state_dict(),
+            "clock": self.clock,
+            "step": self.step,
+            "human_mode": self.human_mode,
+            "command": None if self.command is None else self.command.to_json(),
+            "acks": {str(r): a for r, a in self.acks.items()},
+            "verification": self.verification.state_dict() if self.verification else None,
+            "standing": self.standing,
+            "rewound": self.rewound,
+            "outliers": self.outliers,
+            "diagnosed": {k: [s, list(layers), list(signals)] for k, (s, layers, signals) in self.diagnosed.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.run = state["run"]
+        self.policy_text = (state["policy"][0], state["policy"][1])
+        self.engine = Engine(loads(*self.policy_text), self._unavailable)
+        self.engine.load_state_dict(state["engine"])
+        if state["hello"] is not None:
+            hello = state["hello"]
+            self.hello = Hello(**{**hello, "table": SignalTable.from_json(hello["table"]), "ranks": tuple(hello["ranks"])})
+            self.detectors = self._new_detectors(self.hello.table)
+            self.detectors.load_state_dict(state["detectors"])
+        self.assembler.load_state_dict(state["assembler"])
+        self.ledger.load_state_dict(state["ledger"])
+        for name in ("clock", "step", "human_mode", "standing", "rewound", "outliers"):
+            setattr(self, name, state[name])
+        self.command = None
+        if state["command"] is not None:
+            actions = tuple(next(iter(a.items())) for a in state["command"]["actions"])
+            self.command = Command(**{**state["command"], "actions": actions})
+        self.acks = {int(r): a for r, a in state["acks"].items()}
+        self.verification = Verification.from_state(state["verification"]) if state["verification"] else None
+        self.diagnosed = {k: (s, tuple(layers), tuple(signals)) for k, (s, layers, signals) in state["diagnosed"].items()}
+
+
+def _onsets(report: Report) -> dict[str, int]:
+    """The earliest onset of everything that fires: of named diagnoses, and of open alarms of module mechanisms."""
+    onsets: dict[str, int] = {}
+    firing = [(str(d.mechanism), d.onset.early) for d in report.diagnoses]
+    firing += [(a.mechanism, a.onset.early) for a in report.suspects if a.mechanism != "symptom"]
+    for name, early in firing:
+        onsets[name] = min(early, onsets.get(name, early))
+    return onsets
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,203 @@
+"""The in-process shell around the hub: journal, audit, snapshot, recovery, and carrying effects out.
+
+One event at a time. Its journal row, its audit records and any snapshot are one transaction, committed before
+the first of its other effects is carried out. Events without effects are committed in batches: losing the last
+few of them in a crash loses measurements, never a decision.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import foreshock
+from foreshock.pipeline import codec
+from foreshock.pipeline.events import VERSION, Audit, Effect, Event, Frames, Human, Issue, Notify, Snapshot, decode, encode
+from foreshock.pipeline.hub import Hub
+from foreshock.pipeline.store import RunStore, StoreError
+from foreshock.remediation.types import Command
+
+log = logging.getLogger("foreshock")
+
+VERSIONS = f"{foreshock.__version__}/{VERSION}"
+BATCH = 64
+POLL_SECONDS = 1.0
+
+
+class LocalShell:
+    """Runs one hub over one run directory. Calls may come from several threads; they are taken one by one.
+
+    Never raises after construction. `failure` says why nothing is decided any more (a defect in the hub, or a
+    disk that cannot be written): from then on no command is issued and notifications say that they are unaudited.
+    """
+
+    def __init__(self, directory: Path, run: str, issue: Callable[[Command], None]) -> None:
+        self.directory = directory
+        self.hub = Hub(run)
+        self.failure: str | None = None
+        self.unaudited = False
+        self._issue = issue
+        self._lock = threading.RLock()
+        self._buffer: list[Event] = []
+        self._polled = 0.0
+        self._store: RunStore | None = None
+        self.writers: list[Callable[[Frames], None]] = []
+        """Called with every frame event after it was handled (the Parquet writer)."""
+        try:
+            self._store = RunStore(directory)
+            self._recover()
+        except StoreError as error:
+            self._lose_disk(error)
+        except Exception as error:
+            self._stop(f"the run in {directory} cannot be taken up again: {type(error).__name__}: {error}")
+
+    @property
+    def attempt(self) -> int:
+        """The number of the attempt that starts now."""
+        return self.hub.hello.attempt + 1 if self.hub.hello else 1
+
+    def seed(self, state: dict[str, Any]) -> None:
+        """Start this run from another hub's state (a fork): it becomes snapshot 0."""
+        self.hub.load_state_dict(state)
+        if self._store is not None:
+            self._store.save_snapshot(0, codec.dumps(state), VERSIONS)
+
+    def submit(self, event: Event) -> None:
+        """Journal, handle, record, carry out."""
+        with self._lock:
+            if self.failure is None or self.unaudited:
+                self._submit(event)
+            now = time.monotonic()
+            if self._store is not None and self.failure is None and now - self._polled >= POLL_SECONDS:
+                self._polled = now
+                self._read_inbox()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._store is not None:
+                try:
+                    self._commit([], status="ended")
+                except StoreError as error:
+                    self._lose_disk(error)
+                self._store.close()
+
+    def publish(self, status: dict[str, Any]) -> None:
+        """What the rank side knows (limits, settings, coverage), shown by `foreshock status`."""
+        with self._lock:
+            self._facts = status
+            if self._store is not None and not self.unaudited:
+                try:
+                    self._commit([], status="running")
+                except StoreError as error:
+                    self._lose_disk(error)
+
+    # -----------------------------------------------------------------------------------------------------
+
+    _facts: dict[str, Any] = {}
+
+    def _submit(self, event: Event) -> None:
+        self._buffer.append(event)
+        try:
+            effects = self.hub.handle(event)
+        except Exception as error:
+            log.exception("the hub failed on %s", type(event).__name__)
+            self._stop(f"{type(error).__name__}: {error}")
+            return
+        try:
+            if effects or len(self._buffer) >= BATCH:
+                self._commit(effects, status="running")
+        except StoreError as error:
+            self._lose_disk(error)
+        self._carry_out(effects)
+        if isinstance(event, Frames):
+            for write in self.writers:
+                write(event)
+
+    def _commit(self, effects: list[Effect], status: str) -> None:
+        if self._store is None or self.unaudited:
+            self._buffer.clear()
+            return
+        with self._store.transaction():
+            number, stamp = 0, 0.0
+            for event in self._buffer:
+                number, stamp = self._store.append_event(*encode(event)), event.time
+            for effect in effects:
+                if isinstance(effect, Audit):
+                    self._store.append_audit(number, stamp, effect.kind, effect.payload)
+                elif isinstance(effect, Snapshot):
+                    self._store.save_snapshot(number, codec.dumps(self.hub.state_dict()), VERSIONS)
+            self._store.set_meta("status", json.dumps(self._status(status)))
+        self._buffer.clear()
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Issue) and not self.unaudited:
+                self._issue(effect.command)
+            elif isinstance(effect, Notify):
+                log.warning("%s%s", "UNAUDITED (the disk cannot be written): " if self.unaudited else "", effect.text)
+
+    def _read_inbox(self) -> None:
+        """Each request is taken and journalled in one transaction: answered once, and never lost."""
+        assert self._store is not None
+        try:
+            while self._store.pending():
+                with self._store.transaction():
+                    for item in self._store.take(limit=1):
+                        self._submit(Human(item.time, item.kind, str(item.payload.get("argument", "")), str(item.payload.get("who", "?"))))
+                        if self._buffer:
+                            self._commit([], status="running")
+        except StoreError as error:
+            self._lose_disk(error)
+
+    def _recover(self) -> None:
+        assert self._store is not None
+        snapshot = self._store.latest_snapshot(VERSIONS)
+        after = 0
+        if snapshot is not None:
+            after = snapshot[0]
+            self.hub.load_state_dict(codec.loads(snapshot[1]))
+        for _, kind, head, body in self._store.events(after):
+            self.hub.handle(decode(kind, head, body))
+
+    def _stop(self, reason: str) -> None:
+        self.failure = reason
+        log.error("NOT WATCHING: %s. Training goes on.", reason)
+        try:
+            self._commit([], status="failed")
+        except StoreError as error:
+            self._lose_disk(error)
+
+    def _lose_disk(self, error: Exception) -> None:
+        self.unaudited = True
+        self.failure = f"the record cannot be written, so nothing will be done: {error}"
+        self._buffer.clear()
+        log.error("NOT ACTING: %s. Training goes on.", self.failure)
+
+    def _status(self, state: str) -> dict[str, Any]:
+        hub = self.hub
+        engine = hub.engine
+        return {
+            "state": state,
+            "run": hub.run,
+            "pid": os.getpid(),
+            "step": hub.step,
+            "clock": hub.clock,
+            "timeline": hub.assembler.timeline,
+            "attempt": hub.hello.attempt if hub.hello else 0,
+            "mode": {"acting": str(engine.mode), **hub.modes()} if engine and hub.hello else {},
+            "failure": self.failure,
+            "incidents": [i.to_json() for i in engine.incidents] if engine else [],
+            "spent": {"actions": engine.spent.actions, "rollbacks": engine.spent.rollbacks} if engine else {},
+            "unavailable": hub.hello.unavailable if hub.hello else {},
+            "standing": hub.standing,
+            "frames": {"dropped": hub.assembler.dropped, "gaps": hub.assembler.gaps},
+            "points": [p.step for p in hub.ledger.points],
+            "budget_held": hub.detectors.budget_held() if hub.detectors else None,
+            **self._facts,
+        }

@@ -1,0 +1,82 @@
+"""Which recovery points exist, which are healthy, which may be used, which may be deleted. Pure; files are elsewhere.
+
+A point at step s holds the state before step s runs. It is poisoned by any fault whose onset lies before s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+DELAY = {"attention": 450}
+"""Steps until a mechanism's monitors would have seen a fault that was there when the point was taken (SCIENCE
+measured the update spectrum's slowest detection at 432 steps)."""
+KEEP_ONE_OLDER_THAN = 640
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One recovery point: its step, the batches drawn by then, and its directory's name."""
+
+    id: str
+    step: int
+    batches: int
+    clock: int
+    finite: bool = True
+
+
+class PointLedger:
+    """The points of one run's current timeline, oldest first."""
+
+    def __init__(self) -> None:
+        self.points: list[Point] = []
+        self.pinned: set[str] = set()
+        self.onsets: dict[str, int] = {}
+        """The earliest onset of each mechanism that is firing now."""
+
+    def add(self, point: Point) -> None:
+        self.points = [p for p in self.points if p.step < point.step and p.id != point.id] + [point]
+
+    def firing(self, onsets: dict[str, int]) -> None:
+        """Tell the ledger which mechanisms fire now, and from which step on."""
+        self.onsets = dict(onsets)
+
+    def healthy(self, point: Point, step: int) -> bool:
+        """No mechanism was firing at the point until that mechanism's own detection delay after it."""
+        return self._vouched(point, step, skip=frozenset())
+
+    def choose(self, before: int, step: int, dated: frozenset[str]) -> Point | None:
+        """The newest point at or before step `before` that may be restored at `step`.
+
+        `dated` names the mechanisms whose onset `before` already bounds; every other mechanism must have had
+        its full detection delay to speak against the point. None where there is no such point.
+        """
+        usable = [p for p in self.points if p.step <= before and self._vouched(p, step, skip=dated)]
+        return usable[-1] if usable else None
+
+    def _vouched(self, point: Point, step: int, skip: frozenset[str]) -> bool:
+        old_enough = all(step >= point.step + delay for name, delay in DELAY.items() if name not in skip)
+        clean = all(point.step <= onset for name, onset in self.onsets.items() if name not in skip)
+        return point.finite and old_enough and clean
+
+    def rewound(self, step: int) -> None:
+        """Points of the abandoned future are gone."""
+        self.points = [p for p in self.points if p.step <= step]
+
+    def keep(self, step: int) -> Sequence[Point]:
+        """The points that must stay on disk: all recent ones, the newest one that is older, and pinned ones."""
+        recent = [p for p in self.points if p.step > step - KEEP_ONE_OLDER_THAN]
+        older = [p for p in self.points if p.step <= step - KEEP_ONE_OLDER_THAN]
+        return [*(p for p in older[:-1] if p.id in self.pinned), *older[-1:], *recent]
+
+    def prune(self, step: int) -> None:
+        self.points = list(self.keep(step))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"points": [asdict(p) for p in self.points], "pinned": sorted(self.pinned), "onsets": self.onsets}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.points = [Point(**p) for p in state["points"]]
+        self.pinned = set(state["pinned"])
+        self.onsets = dict(state["onsets"])

@@ -1,0 +1,44 @@
+"""The types that remediation owns: `Command` (what every rank does at one step) and `Outcome` (what came of it)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """Actions that all ranks of one attempt apply together at one step, or none does.
+
+    `actions` hold arguments with nothing left to look up: layers, a recovery point's id, numbers. `expires` is
+    the clock after which a rank refuses it.
+    """
+
+    id: str
+    attempt: int
+    incident: str
+    actions: tuple[tuple[str, dict[str, Any]], ...]
+    issued: int
+    expires: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "actions": [{name: arguments} for name, arguments in self.actions]}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a command. `verdict`: recovered, failed, inconclusive, refused or expired.
+
+    `acks` maps each rank to what it reported; `cost` counts steps undone and seconds stalled.
+    """
+
+    command: str
+    incident: str
+    applied_step: int | None
+    verdict: str
+    reason: str = ""
+    acks: dict[int, dict[str, Any]] = field(default_factory=dict)
+    cost: dict[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "acks": {str(rank): ack for rank, ack in self.acks.items()}}
