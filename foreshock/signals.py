@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -114,25 +115,17 @@ class SignalFrame:
         *,
         counts: Sequence[int] = (),
         sums: Sequence[float] = (),
-        measured: NDArray[np.bool_] | None = None,
         **place: Any,
     ) -> SignalFrame:
-        """A frame from raw numbers. `measured` (V,) tells a measured NaN from a value that is absent.
+        """A frame from raw numbers: NaN = not measured, infinite = measured and not finite.
 
-        Raises OverflowError never: a float64 beyond float32's range is recorded as non-finite.
+        A number beyond float32's range counts as not finite too.
         """
-        raw = np.asarray(values, dtype=np.float64)
         with np.errstate(over="ignore"):
-            narrow = raw.astype(np.float32)
-        bad = ~np.isfinite(narrow)
-        if measured is not None:
-            bad &= measured
-        else:
-            bad &= ~np.isnan(narrow)
-        narrow = np.where(np.isfinite(narrow), narrow, np.float32(np.nan))
+            narrow = np.asarray(values, dtype=np.float64).astype(np.float32)
         return cls(
-            values=narrow,
-            nonfinite=bad.astype(np.uint8),
+            values=np.where(np.isfinite(narrow), narrow, np.float32(np.nan)),
+            nonfinite=np.isinf(narrow).astype(np.uint8),
             counts=np.asarray(counts, dtype=np.int64),
             sums=np.asarray(sums, dtype=np.float64),
             **place,
@@ -202,8 +195,6 @@ def merge(frames: Iterable[SignalFrame]) -> ClosedStep:
     Integers are added exactly. Floating sums are added with `math.fsum`, which is correctly rounded, so the
     result does not depend on arrival order. Raises ValueError for no frames, mixed steps or a doubled rank.
     """
-    import math
-
     rows = sorted(frames, key=lambda f: f.rank)
     if not rows:
         raise ValueError("nothing to merge")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -59,11 +59,12 @@ def show(
 @app.command()
 def verify(run: Run, as_json: Json = False) -> None:
     """Check the chain and its anchor: exit 0 if whole, 1 if not, naming the first bad record."""
-    from foreshock.pipeline.store import StoreError
+    from foreshock.pipeline.store import RunStore, StoreError
     from foreshock.remediation.audit import Verdict
 
+    path = find_run(run)
     try:
-        with _opened(run) as store:
+        with RunStore.open_readonly(path) as store:
             verdict = store.verify()
     except StoreError as error:
         verdict = Verdict(False, 0, None, str(error))
@@ -88,6 +89,8 @@ def export(
             _write_flat([row | {"payload": _json(row["payload"])} for row in rows], out, format)
     except OSError as error:
         raise typer.BadParameter(f"cannot write {out}: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise typer.BadParameter(f"a damaged record has no place in columns, use jsonl: {error}") from error
     typer.echo(f"{len(rows)} records written to {out}")
 
 
@@ -115,7 +118,11 @@ def _json(value: dict[str, Any]) -> str:
 
 @contextmanager
 def _opened(run: str) -> Iterator[RunStore]:
-    from foreshock.pipeline.store import RunStore
+    from foreshock.pipeline.store import RunStore, StoreError
 
-    with closing(RunStore.open_readonly(find_run(run))) as store:
-        yield store
+    path = find_run(run)
+    try:
+        with RunStore.open_readonly(path) as store:
+            yield store
+    except StoreError as error:
+        raise typer.BadParameter(str(error)) from error

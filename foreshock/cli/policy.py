@@ -1,4 +1,4 @@
-"""`foreshock policy`: check a policy before a run believes it, read it in plain English, give editors its schema.
+"""`foreshock policy`: check a policy before a run believes it, read it in plain English, print its schema.
 
 Exit codes: 0 sound, 1 problems found (on stderr, or in the one object of `--json`), 2 wrong usage.
 """
@@ -15,7 +15,7 @@ from foreshock.policies import PolicyError, PolicySet, explain, resolve
 from foreshock.policies.schema import dumps
 
 app = typer.Typer(no_args_is_help=True, help="Check, explain and describe policies.")
-_File = Annotated[str, typer.Argument(metavar="FILE|NAME", help="A policy file, or `default` or `unattended`.")]
+_File = Annotated[str, typer.Argument(metavar="FILE|NAME", help="A policy file, `default` or `unattended`.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 
 
@@ -40,7 +40,8 @@ def check(file: _File, as_json: _Json = False) -> None:
     policy_set = _resolve(file, as_json)
     names = [policy.name for policy in policy_set.policies]
     if as_json:
-        _print({"ok": True, "file": file, "name": policy_set.name, "mode": policy_set.mode, "policies": names})
+        found = {"name": policy_set.name, "mode": policy_set.mode, "policies": names}
+        _print({"ok": True, "file": file, **found})
     else:
         typer.echo(f"{file}: sound. {policy_set.name}, mode {policy_set.mode}: {', '.join(names)}")
 

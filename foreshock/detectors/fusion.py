@@ -8,7 +8,9 @@ from numpy.typing import NDArray
 from foreshock.signals import Floats
 
 
-def mean_evidence(statistics: Floats, owner: NDArray[np.intp], owners: int, live: NDArray[np.bool_]) -> Floats:
+def mean_evidence(
+    statistics: Floats, owner: NDArray[np.intp], owners: int, live: NDArray[np.bool_]
+) -> Floats:
     """(owners,) log of the mean e-value over the live rows of each owner; a mean of e-values is one again.
 
     The statistics are capped far below overflow, so the exponential is taken directly.

@@ -19,7 +19,7 @@ class NonFiniteGate:
     >>> place = dict(run="r", attempt=0, rank=0, seq=0, timeline=0, table=table.id)
     >>> gate, latches = NonFiniteGate(table), Latches()
     >>> for step, x in enumerate([2.0, 1.9, np.inf]):
-    ...     gate.update(merge([SignalFrame.build([x], measured=np.array([True]), step=step, **place)]), latches)
+    ...     gate.update(merge([SignalFrame.build([x], step=step, **place)]), latches)
     >>> [(a.signal, a.step, a.onset.early) for a in latches.opened]
     [('symptom.loss', 2, 1)]
     """
@@ -33,7 +33,9 @@ class NonFiniteGate:
         """Look at the flags (R, V) of one step."""
 
         def make(severity: Severity) -> Alarm:
-            places = [(closed.ranks[i], self._keys[j]) for i, j in zip(*closed.nonfinite.nonzero(), strict=True)]
+            places = [
+                (closed.ranks[i], self._keys[j]) for i, j in zip(*closed.nonfinite.nonzero(), strict=True)
+            ]
             keys = [k for _, k in places]
             return Alarm(
                 signal=f"{keys[0].mechanism}.{keys[0].name}",
@@ -45,9 +47,11 @@ class NonFiniteGate:
                 severity=severity,
                 onset=Interval(max(closed.step - 1, 0), closed.step),
                 layers=tuple(sorted({k.layer for k in keys if k.layer is not None})),
-                heads=tuple(sorted({(k.layer, k.head) for k in keys if k.layer is not None and k.head is not None})),
+                heads=tuple(
+                    sorted({(k.layer, k.head) for k in keys if k.layer is not None and k.head is not None})
+                ),
                 ranks=tuple(sorted({r for r, _ in places})),
                 confirms=True,
             )
 
-        latches.judge(self.rule, closed.step, float(closed.nonfinite.sum()), 1.0, make, critical=1.0)
+        latches.judge(self.rule, float(closed.nonfinite.sum()), 1.0, make, critical=1.0)

@@ -70,7 +70,9 @@ class Residual(Stateful):
         known, fitted = np.isfinite(x), self.fitted
         live = known & fitted
         carried = self.phi * self.last
-        self.raw = np.where(live, (np.where(live, x, 0.0) - self.level - self.trend - carried) / self.sd, np.nan)
+        self.raw = np.where(
+            live, (np.where(live, x, 0.0) - self.level - self.trend - carried) / self.sd, np.nan
+        )
         moved = carried + np.clip(self.raw, -OUTLIER, OUTLIER) * self.sd
         self.last = np.where(live, moved, self.last)
         shift = np.where(live, moved, 0.0)
@@ -84,7 +86,7 @@ class Residual(Stateful):
             self.fresh = learning[self.fitted[learning]]
             for n in np.unique(self.prefix[self.fresh]):
                 self._fit(self.fresh[self.prefix[self.fresh] == n], int(n))
-        return np.clip(self.raw, -self._clip, self._clip)
+        return np.asarray(np.clip(self.raw, -self._clip, self._clip))
 
     def _fit(self, rows: NDArray[np.intp], n: int) -> None:
         x, burn = self.buffer[rows, :n], n // 8

@@ -30,7 +30,7 @@ class RiverDetector:
     ...     if detector.drift_detected:
     ...         print(i)
     ...         break
-    73
+    71
     """
 
     def __init__(self, factory: Callable[[], Drift]) -> None:

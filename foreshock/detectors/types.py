@@ -1,4 +1,4 @@
-"""The types that detectors own: `Alarm` and `Diagnosis`.
+"""The types that detectors own: `Alarm` and `Diagnosis`, what policies read.
 
 Both are frozen and turn into plain JSON with `to_json`, because they are written into the audit log.
 """
@@ -41,7 +41,8 @@ class Alarm:
     """One fused signal that left its band. Latched: it opens once and closes after enough samples in band.
 
     `signal` is mechanism.name; `layers`, `heads`, `ranks` are where its streams stand out (heads as
-    (layer, head)); `statistic` and `threshold` are in nats of evidence.
+    (layer, head)); `statistic` and `threshold` are in nats of evidence, for an absolute rule in the signal's
+    own unit, for non-finite values their number.
     """
 
     signal: str
@@ -56,13 +57,37 @@ class Alarm:
     heads: tuple[tuple[int, int], ...] = ()
     ranks: tuple[int, ...] = ()
     confirms: bool = False
-    """True where this signal alone proves its mechanism (an absolute rule, the source probe, a non-finite value)."""
+    """True where this signal alone proves its mechanism: absolute rule, source probe, non-finite value."""
 
     def to_json(self) -> dict[str, Any]:
-        return {"signal": self.signal, "mechanism": self.mechanism, "step": self.step, "direction": self.direction,
-                "statistic": self.statistic, "threshold": self.threshold, "severity": str(self.severity),
-                "onset": [self.onset.early, self.onset.late], "layers": list(self.layers),
-                "heads": [list(h) for h in self.heads], "ranks": list(self.ranks), "confirms": self.confirms}
+        return {
+            "signal": self.signal,
+            "mechanism": self.mechanism,
+            "step": self.step,
+            "direction": self.direction,
+            "statistic": self.statistic,
+            "threshold": self.threshold,
+            "severity": str(self.severity),
+            "onset": [self.onset.early, self.onset.late],
+            "layers": list(self.layers),
+            "heads": [list(h) for h in self.heads],
+            "ranks": list(self.ranks),
+            "confirms": self.confirms,
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Alarm:
+        """The inverse of `to_json`."""
+        return cls(
+            **{
+                **data,
+                "severity": Severity(data["severity"]),
+                "onset": Interval(*data["onset"]),
+                "layers": tuple(data["layers"]),
+                "heads": tuple((a, b) for a, b in data["heads"]),
+                "ranks": tuple(data["ranks"]),
+            }
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +117,17 @@ class Diagnosis:
         return tuple(dict.fromkeys(a.signal for a in self.alarms))
 
     def to_json(self) -> dict[str, Any]:
-        return {"mechanism": str(self.mechanism), "step": self.step, "severity": str(self.severity),
-                "onset": [self.onset.early, self.onset.late], "layers": list(self.layers),
-                "heads": [list(h) for h in self.heads], "ranks": list(self.ranks), "confidence": self.confidence,
-                "alarms": [a.to_json() for a in self.alarms], "ruled_out": [list(r) for r in self.ruled_out],
-                "since": self.since, "samples": self.samples}
+        return {
+            "mechanism": str(self.mechanism),
+            "step": self.step,
+            "severity": str(self.severity),
+            "onset": [self.onset.early, self.onset.late],
+            "layers": list(self.layers),
+            "heads": [list(h) for h in self.heads],
+            "ranks": list(self.ranks),
+            "confidence": self.confidence,
+            "alarms": [a.to_json() for a in self.alarms],
+            "ruled_out": [list(r) for r in self.ruled_out],
+            "since": self.since,
+            "samples": self.samples,
+        }

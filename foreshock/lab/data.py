@@ -19,7 +19,7 @@ class ByteBatches:
 
     Batch i depends on nothing but `seed`, i and the texts (uint8, one-dimensional). Indices in `corrupt` get
     uniformly random bytes; `shift` = (index, text): from that index on, another text. It is its own iterator
-    and does not start anew by itself: `index` is that of the next batch, and loading one moves a running loop.
+    and does not start anew: `index` is that of the next batch, and loading a state moves a running loop.
     """
 
     text: Tensor

@@ -87,9 +87,9 @@ def _tiles(x: Tensor) -> Tensor:
 
     The last tile is filled with zeros: later keys are masked, and later queries get no gradient.
     """
-    T = x.shape[2]
+    B, H, T, d = x.shape
     x = F.pad(x, (0, 0, 0, -T % TILE)) if T % TILE else x
-    return x.unflatten(2, (-1, TILE)).permute(2, 0, 1, 3, 4).reshape(-1, TILE, x.shape[3]).float()
+    return x.reshape(B, H, -1, TILE, d).permute(2, 0, 1, 3, 4).reshape(-1, TILE, d).float()
 
 
 def _whole(tiles: Tensor, like: Tensor) -> Tensor:
@@ -107,15 +107,58 @@ def _spread(S: Tensor, peak: Tensor) -> Tensor:
     return peak + repeated * peak.abs().clamp(max=64.0)
 
 
-def _logits(start: int, *terms: Tensor) -> Tensor:
-    """c + a·b of `terms` (c, a, b), masked where `start` = 0 says that these are the diagonal tiles."""
-    S = torch.baddbmm(*terms)
-    return S.add_(S.new_full((TILE, TILE), -torch.inf).triu_(1)) if start == 0 else S
+def _mask(S: Tensor) -> Tensor:
+    """Diagonal tiles of logits, in place: -inf above the diagonal."""
+    return S.add_(S.new_full((TILE, TILE), -torch.inf).triu_(1))
 
 
 class _Flash(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: FlashAttention, stabilise: bool) -> Tensor:
         low = q.dtype is torch.bfloat16
-        rounded: Callable[[Tensor], Tensor] = _bf16 if low else torch.Tensor.contiguous
-        round_pv = kernel.round_pv and low
+        rounded: Callable[[Tensor], Tensor] = _bf16 if low else Tensor.contiguous
+        Q, K, V = _tiles(q) * q.shape[3] ** -0.5, _tiles(k), _tiles(v)
+        N = q.shape[0] * q.shape[1]
+        m = Q.new_full((len(Q), TILE, 1), -torch.inf)
+        top, total, acc = m.clone(), torch.zeros_like(m), torch.zeros_like(Q)
+        for start in range(0, len(Q), N):  # N rows are one tile of every batch entry and head
+            rows, cols = slice(start, None), slice(0, len(Q) - start)
+            S = torch.bmm(Q[rows], K[cols].mT)
+            peak = (S if start else _mask(S)).amax(-1, keepdim=True)
+            top[rows] = torch.maximum(top[rows], peak)
+            new = torch.maximum(m[rows], _spread(S, peak) if stabilise else peak)
+            shrink = (m[rows] - new).exp_()
+            m[rows] = new
+            P = S.sub_(new).exp_()
+            total[rows].mul_(shrink).add_(P.sum(-1, keepdim=True))
+            if kernel.round_pv and low:
+                acc[rows] = _bf16(acc[rows].mul_(shrink).add_(_bf16(torch.bmm(_bf16(P), V[cols]))))
+            else:
+                acc[rows].mul_(shrink).baddbmm_(rounded(P), V[cols])
+        out = acc.div_(total).to(q.dtype)
+        lse = total.log_().add_(m)
+        kernel.lse, kernel.max_logit = _whole(lse, q).squeeze(-1), _whole(top, q).amax()
+        ctx.save_for_backward(Q, K, V, out, lse)
+        ctx.N, ctx.rounded, ctx.fault, ctx.dither = N, rounded, kernel.fault if low else None, kernel.dither
+        return _whole(out, q)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        Q, K, V, out, lse = ctx.saved_tensors
+        dout, out = _tiles(grad), out.float()
+        delta = (dout * out).sum(-1, keepdim=True)
+        if ctx.fault is not None:
+            dice = torch.Generator(delta.device).manual_seed(ctx.dither)
+            delta += ctx.fault.error(dout, out, delta, dice)
+        less_lse, less_delta = lse.neg(), delta.neg_()
+        dQ, dK, dV = torch.zeros_like(Q), torch.zeros_like(K), torch.zeros_like(V)
+        for start in range(0, len(Q), ctx.N):
+            rows, cols = slice(start, None), slice(0, len(Q) - start)
+            S = torch.baddbmm(less_lse[rows], Q[rows], K[cols].mT)
+            P = (S if start else _mask(S)).exp_()
+            dV[cols].baddbmm_(ctx.rounded(P).mT, dout[rows])
+            dS = ctx.rounded(torch.baddbmm(less_delta[rows], dout[rows], V[cols].mT).mul_(P))
+            dQ[rows].baddbmm_(dS, K[cols])
+            dK[cols].baddbmm_(dS.mT, Q[rows])
+        dQ *= Q.shape[2] ** -0.5
+        return *(_whole(g.to(grad.dtype), grad) for g in (dQ, dK, dV)), None, None

@@ -18,13 +18,13 @@ from foreshock.lab.flash import FlashAttention
 class Attention(nn.Module):
     """Multi-head causal attention; `attend` is (q, k, v) -> out, all (B, heads, T, head_dim)."""
 
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor]
-
     def __init__(self, d_model: int, heads: int) -> None:
         super().__init__()
-        self.heads, self.head_dim, self.attend = heads, d_model // heads, FlashAttention()
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            self.add_module(name, nn.Linear(d_model, d_model, bias=False))
+        self.heads, self.head_dim = heads, d_model // heads
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            nn.Linear(d_model, d_model, bias=False) for _ in range(4)
+        )
+        self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = FlashAttention()
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (

@@ -37,9 +37,9 @@ def to_bits(x: Tensor, keep: int, direction: Direction, generator: torch.Generat
         case "away":
             grow = low > 0
         case "up":
-            grow = (low > 0) & (x > 0)
+            grow = (low > 0) & (bits > 0)
         case "down":
-            grow = (low > 0) & (x < 0)
+            grow = (low > 0) & (bits < 0)
         case "stochastic":
             dice = torch.randint(ulp, x.shape, generator=generator, dtype=torch.int32, device=x.device)
             grow = dice < low

@@ -6,7 +6,10 @@ drive it step by step, watched or not. Faults and the reasons for the controls: 
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +19,7 @@ from torch import Tensor, nn
 from foreshock.lab.corpus import corpus
 from foreshock.lab.data import ByteBatches
 from foreshock.lab.flash import FlashAttention, KernelFault
-from foreshock.lab.model import GPT
+from foreshock.lab.model import GPT, Attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +48,16 @@ class Scenario:
         return range(self.onset, self.onset + self.length)
 
 
-_UP7 = KernelFault("delta", 7, "up")
+WARMUP = 100  # steps
+UP7 = KernelFault("delta", 7, "up")
 
 SCENARIOS = {
     s.name: s
     for s in (
         Scenario("clean"),
-        Scenario("up7", _UP7, expects="attention"),
+        Scenario("up7", UP7, expects="attention"),
         Scenario("up6", KernelFault("delta", 6, "up"), expects="attention"),
-        Scenario("up7-layer1", _UP7, layers=(1,), expects="attention"),
+        Scenario("up7-layer1", UP7, layers=(1,), expects="attention"),
         Scenario("stochastic5", KernelFault("delta", 5, "stochastic")),
         Scenario("zero5", KernelFault("delta", 5, "zero")),
         Scenario("output4", KernelFault("output", 4, "zero")),
@@ -69,20 +73,17 @@ SCENARIOS = {
 class Schedule:
     """Learning rate as a pure function of the step: linear warm-up, then constant or cosine to a tenth.
 
-    Not torch's `LambdaLR`: that one replaces `optimizer.step` by a closure over the optimizer it was built
-    for, so a deep copy of a run would train the original.
+    Not torch's `LambdaLR`: that one wraps `optimizer.step` of the optimizer it was built for, so a deep copy
+    of a run would train the original.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, scenario: Scenario, steps: int, warmup: int = 100
-    ) -> None:
-        self.optimizer, self.scenario, self.steps, self.warmup = optimizer, scenario, steps, warmup
+    def __init__(self, optimizer: torch.optim.Optimizer, scenario: Scenario, steps: int) -> None:
+        self.optimizer, self.scenario, self.steps, self.last_step = optimizer, scenario, steps, -1
         self.base_lrs: list[float] = [group["lr"] for group in optimizer.param_groups]
-        self.last_step = -1
 
     def factor(self, step: int) -> float:
         """What the base rates are multiplied by at `step`."""
-        factor = min(1.0, (step + 1) / self.warmup)
+        factor = min(1.0, (step + 1) / WARMUP)
         if self.scenario.cosine:
             factor *= 0.55 + 0.45 * math.cos(math.pi * min(1.0, step / self.steps))
         return factor * (self.scenario.lr_factor if step in self.scenario.burst else 1.0)
@@ -100,39 +101,58 @@ class Schedule:
         self.base_lrs, self.last_step = list(state["base_lrs"]), state["last_step"]
 
 
+@contextmanager
+def _flushed_denormals() -> Iterator[None]:
+    """Moments that decay to denormals slow a CPU step down; outside the step arithmetic stays IEEE."""
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
 class Training:
     """One run of `steps` steps: `model`, `optimizer`, `schedule`, `batches`, and the layers' own `kernels`.
 
-    Bitwise repeatable on one machine: it seeds torch's global generator, and sets this process to one thread
-    and flushed denormals. `copy.deepcopy` forks it. The kernels are kept here because an interception puts
-    another callable in `attend`, and the fault has to stay in the kernel under it.
+    Bitwise repeatable on one machine: it seeds torch's global generator and sets this process to one thread.
+    `copy.deepcopy` forks it. `kernels` because an interception puts another callable in `attend`, and the
+    fault has to stay in the kernel under it.
     """
 
     def __init__(self, scenario: Scenario, seed: int, steps: int) -> None:
         torch.set_num_threads(1)
-        torch.set_flush_denormal(True)
         torch.manual_seed(seed)
-        self.scenario, self.seed, self.steps = scenario, seed, steps
-        self.model = GPT()
-        self.kernels: list[FlashAttention] = [
-            m for b in self.model.blocks if isinstance(m := b.attention.attend, FlashAttention)
+        self.scenario, self.seed, self.steps, self.model = scenario, seed, steps, GPT()
+        self.kernels = [
+            module.attend
+            for module in self.model.modules()
+            if isinstance(module, Attention) and isinstance(module.attend, FlashAttention)
         ]
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.0, foreach=True
         )
         self.schedule = Schedule(self.optimizer, scenario, steps)
-        self.batches = ByteBatches(
-            corpus("code"),
-            seed=seed,
-            steps=steps,
-            corrupt=scenario.burst if scenario.corrupt else range(0),
-            other=corpus("prose") if scenario.shift else None,
-            shift_at=scenario.onset,
-        )
+        self.batches = ByteBatches(corpus("code"), seed, steps)
+        self.play(scenario)
+
+    @_flushed_denormals()
+    def fork(self, scenario: Scenario) -> Training:
+        """A twin in the same state whose coming steps play `scenario`. The model must not be watched now."""
+        twin = copy.deepcopy(self)
+        twin.play(scenario)
+        return twin
+
+    def play(self, scenario: Scenario) -> None:
+        self.scenario = self.schedule.scenario = scenario
+        self.batches.corrupt = scenario.burst if scenario.corrupt else range(0)
+        self.batches.shift = (scenario.onset, corpus("prose")) if scenario.shift else None
 
     def train_step(self, batch: tuple[Tensor, Tensor], step: int) -> tuple[Tensor, Tensor]:
-        """Forward, backward, clip to 1, update at `step`. Returns loss (nats) and gradient norm, 0-d, detached."""
-        self._arm(step)
+        """Forward, backward, clip to 1, update at `step`: loss (nats) and gradient norm, 0-d, detached."""
+        for layer, kernel in enumerate(self.kernels):
+            hit = step >= self.scenario.onset and layer in (self.scenario.layers or (layer,))
+            kernel.fault = self.scenario.fault if hit else None
+            kernel.dither = (self.seed * 100_003 + step) * len(self.kernels) + layer
         self.schedule.step(step)
         self.optimizer.zero_grad()
         loss: Tensor = self.model(*batch)
@@ -140,10 +160,3 @@ class Training:
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, foreach=True)
         self.optimizer.step()
         return loss.detach(), norm.detach()
-
-    def _arm(self, step: int) -> None:
-        faulty = self.scenario.fault if step >= self.scenario.onset else None
-        for layer, kernel in enumerate(self.kernels):
-            hit = self.scenario.layers is None or layer in self.scenario.layers
-            kernel.fault = faulty if hit else None
-            kernel.dither = (self.seed * 100_003 + step) * len(self.kernels) + layer

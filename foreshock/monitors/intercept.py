@@ -13,33 +13,26 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+from foreshock.monitors.sites import AttentionSite
+
 log = logging.getLogger(__name__)
 How = Literal["float32", "stabilised"]
+Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(q, k, v) -> out; q, out (B, H, T, d), k, v (B, KV, T, d)."""
 _EXPOSURES = ("lse", "max_logit")
 _ABSENT = object()
 
 
 class Unavailable(RuntimeError):  # noqa: N818 - the word of the house
     """An action cannot be done at this site; the message says why."""
-
-
-class Site(Protocol):
-    """What interception needs of an attention site; `sites.AttentionSite` has it."""
-
-    @property
-    def layer(self) -> int: ...
-    @property
-    def module(self) -> nn.Module: ...
-    @property
-    def call(self) -> str | None: ...
 
 
 @dataclass(frozen=True)
@@ -51,6 +44,9 @@ class AttentionCall:
     is_causal: bool = False
     scale: float | None = None
     enable_gqa: bool = False
+
+
+CAUSAL = AttentionCall(is_causal=True)
 
 
 @dataclass(slots=True, eq=False)
@@ -151,7 +147,7 @@ class _SdpaMode(TorchFunctionMode):
 class _Tap:
     """One site: its patch, what it has captured, and how its attention is computed now."""
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: AttentionSite) -> None:
         self.site = site
         self.name = site.call or "forward"
         self.previous = vars(site.module).get(self.name, _ABSENT)
@@ -184,12 +180,10 @@ class _Tap:
             return self.kernel(*args, **kwargs)
 
     def call(self, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        call = AttentionCall(is_causal=True, enable_gqa=k.shape[1] != q.shape[1])
+        call = replace(CAUSAL, enable_gqa=k.shape[1] != q.shape[1])
         return self.attend(lambda *qkv: self.kernel(*qkv, *args, **kwargs), q, k, v, call)
 
-    def attend(
-        self, run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, call: AttentionCall
-    ) -> Tensor:
+    def attend(self, run: Kernel, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
         watched = torch.is_grad_enabled() and q.requires_grad and self.failure is None
         sampled = watched and self.sequences > 0 and _measurable(q, k, v, call)
         if sampled:
@@ -221,13 +215,13 @@ class _Tap:
                 now = {x: torch.as_tensor(getattr(self.kernel, x), device=q.device) for x in self.exposes}
             if "lse" in self.exposes:
                 n = torch.arange(1, q.shape[2] + 1, device=q.device).log()
-                lse = (now["lse"].detach().float() - n).mean((0, 2))
-                self.exposed["lse"] = self.exposed["lse"] + lse if self.calls else lse
+                now["lse"] = (now["lse"].detach().float() - n).mean((0, 2))
             if "max_logit" in self.exposes:
-                top = now["max_logit"].detach().float().amax()
-                self.exposed["max_logit"] = (
-                    torch.maximum(self.exposed["max_logit"], top) if self.calls else top
-                )
+                now["max_logit"] = now["max_logit"].detach().float().amax()
+            for name in self.exposes:
+                join = torch.add if name == "lse" else torch.maximum
+                before = self.exposed.get(name)
+                self.exposed[name] = now[name] if before is None else join(before.to(q.device), now[name])
             self.calls += 1
 
     def capture(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, call: AttentionCall) -> None:
@@ -282,7 +276,7 @@ def _measurable(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> bool:
 class Interceptor:
     """Patches every site at once and stays until `detach`. Raises ValueError for two sites of one layer."""
 
-    def __init__(self, sites: Iterable[Site]) -> None:
+    def __init__(self, sites: Iterable[AttentionSite]) -> None:
         sites = list(sites)
         if len({site.layer for site in sites}) != len(sites):
             raise ValueError("two attention sites have the same layer index")
@@ -311,8 +305,8 @@ class Interceptor:
         return {name: x / calls if name == "lse" else x for name, x in exposed.items()}
 
     def exposures(self) -> dict[str, Tensor]:
-        """What `drain` would average, not drained: sums and maxima by "layer.name", calls by "layer.calls"."""
-        state = {}
+        """What `drain` would average: sums and maxima by "layer.name", calls by "layer.calls"."""
+        state: dict[str, Tensor] = {}
         for layer, tap in self._taps.items():
             state |= {f"{layer}.{name}": x.clone() for name, x in tap.exposed.items()}
             state[f"{layer}.calls"] = torch.tensor(tap.calls)

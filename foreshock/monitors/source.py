@@ -45,7 +45,7 @@ class Reference:
     """Exact attention of a slice in float64, computed once and compared with what the kernel returned.
 
     Shapes: q (B, H, R, d); k, v (B, KV, T, d) with H a multiple of KV (grouped queries); any float dtype,
-    which must be the one the kernel itself computed from. `rows` (R,) gives the positions of q's rows where
+    which must be the one that the kernel itself computed from. `rows` (R,): the positions of q's rows, where
     they are a subset of the sequence. `mask` broadcasts to (B, H, R, T): bool (True = attend) or float (added
     to the scores); with `causal`, row i attends keys 0..i. `scale` defaults to d ** -0.5.
     """
@@ -67,13 +67,13 @@ class Reference:
         self.q = q.detach().double()
         self.k, self.v = (x.detach().double().repeat_interleave(groups, 1) for x in (k, v))
         scores = self.q @ self.k.mT * self.scale
-        allowed = torch.ones_like(scores, dtype=torch.bool)
+        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
         if causal:
             allowed &= torch.arange(k.shape[-2], device=q.device) <= self.rows[:, None]
         if mask is not None and mask.dtype is torch.bool:
-            allowed &= mask
+            allowed = allowed & mask
         elif mask is not None:
-            allowed &= mask > torch.finfo(mask.dtype).min
+            allowed = allowed & (mask > torch.finfo(mask.dtype).min)
             scores = scores + mask.double().clamp_min(-1e300)
         self.keys = allowed.sum(-1)
         self.p = scores.masked_fill(~allowed, torch.finfo(torch.float64).min).softmax(-1)
@@ -97,9 +97,11 @@ class Reference:
 
     def score(self, grad_out: Tensor, grad_q: Tensor, *, skip: int = 1) -> SourceScore:
         """The bias score per head; tokens at positions before `skip` are left out."""
+        grad_out, grad_q = grad_out.detach().double(), grad_q.detach().double()
         error, delta, counts = self.delta_error(grad_out, grad_q)
         counts = counts & (self.rows >= skip)
-        finite = torch.stack([_finite_heads(x) for x in (self.q, self.k, self.v, grad_out, grad_q)]).all(0)
+        sums = [x.sum((0, 2, 3)) for x in (self.q, self.k, self.v, grad_out, grad_q)]
+        finite = torch.stack(sums).isfinite().all(0)
         error, delta = error.where(counts, 0.0), delta.where(counts, 0.0)
         n = counts.sum((0, 2))
         mean, power = error.sum((0, 2)) / n, error.square().sum((0, 2))
@@ -116,10 +118,6 @@ class Reference:
         """rms(out - reference) / rms(reference) per head, float64 (H,); out (B, H, R, d)."""
         error = (out.detach().double() - self.out).square().mean((0, 2, 3))
         return (error / self.out.square().mean((0, 2, 3)).clamp_min(1e-300)).sqrt()
-
-
-def _finite_heads(x: Tensor) -> Tensor:
-    return x.isfinite().all(-1).all(-1).all(0)
 
 
 class Layout(TypedDict, total=False):

@@ -8,7 +8,7 @@ The shadow form runs a kernel once more on a slice, where the call itself cannot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -16,20 +16,27 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreshock.monitors.intercept import AttentionCall, AttentionSlice, Interceptor, unwatched
+from foreshock.monitors.intercept import (
+    CAUSAL,
+    AttentionCall,
+    AttentionSlice,
+    Interceptor,
+    Kernel,
+    unwatched,
+)
 from foreshock.monitors.sites import AttentionSite
 from foreshock.monitors.source import Reference, SourceScore
 from foreshock.signals import Scope, SignalKey
 
-SIGNALS_PER_HEAD = ("source_t", "source_bias", "lse")
+PER_HEAD = ("source_t", "source_bias", "lse")
 
 
 class SourceProbe:
     """Evaluates at steps divisible by `every`, on the first `sequences` of the batch and `rows` query rows.
 
     Keys, a site after the other: `source_t`, `source_bias` and `lse` per query head, `mismatch` (the worst
-    head's) and `max_logit` per layer; `lse` and `max_logit` only where the kernel exposes them, over all calls
-    since the last evaluation. Values: NaN = not measured, infinite = measured and not finite.
+    head's) and `max_logit` per layer; `lse` and `max_logit` over all calls since the last
+    evaluation, where the kernel exposes them. Values: NaN = not measured, infinite = measured and not finite.
     """
 
     name = "source"
@@ -43,10 +50,12 @@ class SourceProbe:
         rows: int = 128,
     ) -> None:
         self.interceptor, self.every, self.sequences, self.rows = interceptor, every, sequences, rows
+        sites = list(sites)
+        self._layers = [site.layer for site in sites]
         self._keys: list[SignalKey] = []
         for site in sites:
             for name in ("source_t", "source_bias", "mismatch", *interceptor.exposes(site.layer)):
-                heads = range(site.heads) if name in SIGNALS_PER_HEAD else (None,)
+                heads = range(site.heads) if name in PER_HEAD else (None,)
                 unit = "nat" if name == "lse" else "1"
                 self._keys += [
                     SignalKey("attention", name, site.layer, h, unit, Scope.PER_RANK) for h in heads
@@ -56,22 +65,22 @@ class SourceProbe:
         return tuple(self._keys)
 
     def arm(self, step: int) -> None:
-        """Before the forward of `step`. With gradient accumulation the last micro-batch is the one measured."""
+        """Before the forward of `step`. Under gradient accumulation the last micro-batch is measured."""
         if step % self.every == 0:
             self.interceptor.arm(self.sequences, self.rows)
 
     def before_update(self) -> None:
-        """Nothing: the slices are complete when backward is."""
+        """The slices are complete when backward is; weights are not read."""
 
     def after_update(self) -> None:
-        """Nothing: the weights are not read."""
+        """See `before_update`."""
 
     def collect(self, step: int) -> SourcePending | None:
         """The slices of an evaluation step on their way to the host, without waiting for them."""
         if step % self.every:
             return None
         slices = self.interceptor.take()
-        exposed = {layer: self.interceptor.drain(layer) for layer in {key.layer for key in self._keys}}
+        exposed = {layer: self.interceptor.drain(layer) for layer in self._layers}
         return SourcePending(self.keys(), slices, exposed)
 
     def reset(self) -> None:
@@ -104,7 +113,7 @@ class SourcePending:
         cuda = any(cut.q.is_cuda for cut in slices.values())
         self.slices = {layer: _to_host(cut) for layer, cut in slices.items()}
         self.exposed = {i: {n: _host(x) for n, x in values.items()} for i, values in exposed.items()}
-        self.ready = torch.cuda.Event() if cuda else None
+        self.ready = torch.cuda.Event() if cuda else None  # type: ignore[no-untyped-call]
         if self.ready is not None:
             self.ready.record()
 
@@ -119,8 +128,8 @@ class SourcePending:
             found[layer, "source_t"] = score.t.masked_fill(flag, torch.inf).numpy()
             found[layer, "source_bias"] = score.bias.masked_fill(flag, torch.inf).numpy()
             found[layer, "mismatch"] = mismatch.nan_to_num(torch.inf, torch.inf).amax().numpy()
-        for layer, values in self.exposed.items():
-            for name, x in values.items():
+        for layer, exposed in self.exposed.items():
+            for name, x in exposed.items():
                 found[layer, name] = x.double().nan_to_num(torch.inf, torch.inf, -torch.inf).numpy()
         out = np.full(len(self.keys), np.nan)
         for i, key in enumerate(self.keys):
@@ -154,24 +163,16 @@ def score_slice(cut: AttentionSlice, skip: int = 1) -> tuple[SourceScore, Tensor
 
 
 def shadow_slice(
-    kernel: Callable[[Tensor, Tensor, Tensor], Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    grad_out: Tensor,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, call: AttentionCall = CAUSAL
 ) -> AttentionSlice:
     """Run `kernel` on copies, outside every graph and with the random state put back: the run is not touched.
 
-    q, grad_out (B, H, T, d); k, v (B, KV, T, d). `scale` says what the kernel uses, it is not passed on.
+    q, grad_out (B, H, T, d); k, v (B, KV, T, d). `call` says what the kernel computes; it is not passed on.
     """
     with torch.random.fork_rng([q.device] if q.is_cuda else []), torch.enable_grad():
         q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
         out = unwatched(kernel)(q, k, v)
         (grad_q,) = torch.autograd.grad(out, q, grad_out.detach())
-    call = AttentionCall(is_causal=causal, scale=scale)
     rows = torch.arange(q.shape[2], device=q.device)
     return AttentionSlice(
         q.detach(), k.detach(), v.detach(), out.detach(), rows, call, grad_q, grad_out.detach()
@@ -179,14 +180,7 @@ def shadow_slice(
 
 
 def shadow_score(
-    kernel: Callable[[Tensor, Tensor, Tensor], Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    grad_out: Tensor,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, call: AttentionCall = CAUSAL
 ) -> SourceScore:
     """The bias score of `kernel` on this slice, by shadow execution; see `shadow_slice`."""
-    return score_slice(shadow_slice(kernel, q, k, v, grad_out, causal=causal, scale=scale))[0]
+    return score_slice(shadow_slice(kernel, q, k, v, grad_out, call))[0]

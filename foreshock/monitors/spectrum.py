@@ -1,10 +1,9 @@
 """The update spectrum of a head's QK bilinear form, from small Gram matrices.
 
-Pure functions under the `update_spectrum` probe. Over a window the increment of W_Q'W_K is Delta2 + Delta3 with
-Delta2 = dQ'K + Q'dK (first order) and Delta3 = dQ'dK (arXiv 2606.28116). Neither (d_model, d_model) matrix is
-ever formed: the device multiplies seven blocks of shape (d_head, d_head) a head (`gram_blocks`), the host takes
-float64 eigenvalues of them (`from_blocks`). Under GQA k, dk, dv have fewer heads; query head i reads
-key-value head i // (heads / kv_heads).
+Pure functions under the probe `UpdateSpectrum`. Over a window the increment of W_Q'W_K is Delta2 + Delta3,
+Delta2 = dQ'K + Q'dK (first order) and Delta3 = dQ'dK (arXiv 2606.28116). Neither (d_model, d_model) matrix
+is formed: the device multiplies seven (d_head, d_head) blocks a head (`gram_blocks`), the host takes their
+float64 eigenvalues (`from_blocks`). Under GQA query head i reads key-value head i // (heads / kv_heads).
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -60,16 +60,16 @@ def gram_blocks(q: Tensor, k: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> Blo
 
 
 def from_blocks(blocks: Blocks, alpha: float = 1.0) -> Spectra:
-    """The host's half: entropies (p proportional to sigma^alpha) and norms. Never raises on NaN, Inf or zero."""
+    """The host's half: entropies (p ~ sigma^alpha) and norms. Never raises on NaN, Inf or zero."""
     heads, d_head = blocks.q_q.shape[-3], blocks.q_q.shape[-1]
-    b = Blocks(*(_per_head(x.to("cpu"), heads) for x in blocks))
-    q, dq, k, dk, dv = (_norm(x) for x in (b.q_q, b.dq_dq, b.k_k, b.dk_dk, b.dv_dv))
+    b = _on_host(blocks, heads)
+    dq, dk, dv = (_factor(x) for x in (b.dq_dq, b.dk_dk, b.dv_dv))
     return Spectra(
         entropy(_first_order(b), 2 * d_head, alpha),
-        entropy(_gram_singular_values(b.dq_dq), d_head, alpha),
-        entropy(_gram_singular_values(b.dv_dv), d_head, alpha),
-        entropy(_second_order(b.dq_dq, b.dk_dk), d_head, alpha),
-        *(q, k, dq, dk, dv),
+        entropy(_norms_of_columns(dq), d_head, alpha),
+        entropy(_norms_of_columns(dv), d_head, alpha),
+        entropy(_product_singular_values(dq, dk), d_head, alpha),
+        *(_norm(x) for x in (b.q_q, b.k_k, b.dq_dq, b.dk_dk, b.dv_dv)),
     )
 
 
@@ -77,26 +77,23 @@ def first_order_singular_values(q: Tensor, k: Tensor, dq: Tensor, dk: Tensor) ->
     """Singular values of Delta2 = dq'k + q'dk: (..., 2 * d_head) float64 on the CPU, descending.
 
     All inputs (..., d_head, d_model); the third dimension from the end is heads and may be smaller for k, dk.
-    Directions that the products cannot resolve (below about 1e-3 of a factor's largest in float32) read as
-    zero, so that a rank-deficient update is not filled with rounding noise. NaN where an input is not finite.
+    Directions of a factor that its products cannot resolve (in float32 below 7e-4 of the largest) read as
+    zero, so that rounding does not fill a rank-deficient update. NaN where an input is not finite.
     """
-    b = gram_blocks(q, k, dq, dk, dk[..., :0, :])
-    heads = q.shape[-3] if q.ndim > 2 else 1
-    return _first_order(Blocks(*(_per_head(x.to("cpu"), heads) for x in b)))
+    return _first_order(_on_host(gram_blocks(q, k, dq, dk, dk[..., :0, :]), _heads(q)))
 
 
 def second_order_singular_values(dq: Tensor, dk: Tensor) -> Tensor:
     """Singular values of Delta3 = dq'dk: (..., d_head) float64 on the CPU, descending. Shapes as above."""
-    heads = dq.shape[-3] if dq.ndim > 2 else 1
-    b = gram_blocks(dq, dk, dq[..., :0, :], dk[..., :0, :], dk[..., :0, :])
-    return _second_order(_per_head(b.q_q.to("cpu"), heads), _per_head(b.k_k.to("cpu"), heads))
+    b = _on_host(gram_blocks(dq, dk, dq[..., :0, :], dk[..., :0, :], dk[..., :0, :]), _heads(dq))
+    return _product_singular_values(_factor(b.q_q), _factor(b.k_k))
 
 
 def update_entropy(dw: Tensor, alpha: float = 1.0) -> Tensor:
     """Entropy of one update's own spectrum over log(d_head): dw (..., d_head, d_model) -> (...) float64."""
     empty = dw[..., :0, :]
     gram = gram_blocks(dw, empty, empty, empty, empty).q_q.to("cpu")
-    return entropy(_gram_singular_values(gram), dw.shape[-2], alpha)
+    return entropy(_norms_of_columns(_factor(gram)), dw.shape[-2], alpha)
 
 
 def entropy(s: Tensor, n: int | None = None, alpha: float = 1.0) -> Tensor:
@@ -107,92 +104,85 @@ def entropy(s: Tensor, n: int | None = None, alpha: float = 1.0) -> Tensor:
     top = s.amax(-1, keepdim=True)
     p = (s.double() / top).pow(alpha)
     p = p / p.sum(-1, keepdim=True)
-    return -torch.special.xlogy(p, p).sum(-1) / math.log(n or s.shape[-1])
+    total: Tensor = torch.special.xlogy(p, p).sum(-1)
+    return -total / math.log(n or s.shape[-1])
 
 
 @contextmanager
 def _full_precision(device: torch.device) -> Iterator[None]:
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        backend: Any = torch.backends.cuda.matmul if device.type == "cuda" else torch.backends.mkldnn
-        backend = getattr(backend, "matmul", backend)
-        # Where a backend has its own flag, the global getter raises once a user has set one of them.
-        if hasattr(backend, "fp32_precision"):
-            before = backend.fp32_precision
-            backend.fp32_precision = "ieee"
-            try:
-                yield
-            finally:
-                backend.fp32_precision = before
-        else:
-            before = torch.get_float32_matmul_precision()
-            torch.set_float32_matmul_precision("highest")
-            try:
-                yield
-            finally:
-                torch.set_float32_matmul_precision(before)
+    backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+    matmul: Any = getattr(backend, "matmul", None)
+    # Once a user has set one backend's own flag (torch 2.9), the global getter raises.
+    own = hasattr(matmul, "fp32_precision")
+    before = matmul.fp32_precision if own else torch.get_float32_matmul_precision()
+    put = partial(setattr, matmul, "fp32_precision") if own else torch.set_float32_matmul_precision
+    put("ieee" if own else "highest")
+    try:
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        put(before)
 
 
-def _per_head(x: Tensor, heads: int) -> Tensor:
-    if x.ndim < 3 or x.shape[-3] == heads:
-        return x
-    return x.repeat_interleave(heads // x.shape[-3], dim=-3)
+def _heads(x: Tensor) -> int:
+    return x.shape[-3] if x.ndim > 2 else 1
+
+
+def _on_host(blocks: Blocks, heads: int) -> Blocks:
+    def expand(x: Tensor) -> Tensor:
+        groups = heads // _heads(x)
+        return x.to("cpu") if groups == 1 else x.to("cpu").repeat_interleave(groups, dim=-3)
+
+    return Blocks(*(expand(x) for x in blocks))
 
 
 def _norm(gram: Tensor) -> Tensor:
     return gram.diagonal(dim1=-2, dim2=-1).double().sum(-1).sqrt()
 
 
-def _inverse(x: Tensor) -> Tensor:
-    return torch.where(x > 0, 1 / x, 0.0)[..., None, None]
+def _factor(gram: Tensor, resolution: float | None = None) -> Tensor:
+    """F with F F' = gram, columns ordered by growing norm. NaN where the Gram is not finite.
 
-
-def _factor(gram: Tensor, resolution: float) -> tuple[Tensor, Tensor]:
-    """F with F F' = gram, and its singular values (ascending). Directions that the products did not resolve
-    are zero: their eigenvalues are rounding noise, whose square roots would fill a collapsed spectrum."""
-    w, u = torch.linalg.eigh(torch.where(gram.isfinite(), gram, 0.0))
-    root = torch.where(w > resolution * w[..., -1:], w, 0.0).sqrt()
-    return u * root[..., None, :], root
+    Directions that the products did not resolve are zero: their eigenvalues are rounding noise, whose square
+    roots would fill a collapsed spectrum.
+    """
+    bad = ~gram.isfinite().all(-1).all(-1)[..., None, None]
+    w, u = torch.linalg.eigh(torch.where(bad, 0.0, gram.double()))
+    floor = (resolution or _resolution(gram)) * w[..., -1:]
+    return torch.where(bad, torch.nan, u * torch.where(w > floor, w, 0.0).sqrt()[..., None, :])
 
 
 def _resolution(gram: Tensor) -> float:
-    return 8 * torch.finfo(gram.dtype).eps
+    return 4 * torch.finfo(gram.dtype).eps
 
 
-def _masked(s: Tensor, *grams: Tensor) -> Tensor:
-    good = torch.stack([g.isfinite().all(-1).all(-1) for g in grams]).all(0)
-    return torch.where(good[..., None], s, torch.nan)
-
-
-def _gram_singular_values(gram: Tensor) -> Tensor:
-    return _masked(_factor(gram.double(), _resolution(gram))[1].flip(-1), gram)
+def _norms_of_columns(factor: Tensor) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(factor, dim=-2)
+    return norms.flip(-1)
 
 
 def _product_singular_values(left: Tensor, right: Tensor) -> Tensor:
     """Singular values of A'B, descending, from factors of A A' and B B'."""
     m = left.mT @ right
-    w = torch.linalg.eigvalsh(m @ m.mT).flip(-1)
-    return torch.where(w > 64 * torch.finfo(w.dtype).eps * w[..., :1], w, 0.0).sqrt()
-
-
-def _second_order(dq_dq: Tensor, dk_dk: Tensor) -> Tensor:
-    left, right = (_factor(g.double(), _resolution(g))[0] for g in (dq_dq, dk_dk))
-    return _masked(_product_singular_values(left, right), dq_dq, dk_dk)
+    bad = ~m.isfinite().all(-1).all(-1)[..., None]
+    w = torch.linalg.eigvalsh(torch.where(bad[..., None], 0.0, m @ m.mT)).flip(-1)
+    floor = 16 * torch.finfo(w.dtype).eps * w[..., :1]
+    return torch.where(bad, torch.nan, torch.where(w > floor, w, 0.0).sqrt())
 
 
 def _first_order(b: Blocks) -> Tensor:
-    """Delta2 = [dQ; Q]'[K; dK]: unit blocks on both sides, their weights between the two factors, so that a
-    small update is resolved as well as the weights it is stacked with."""
+    """Delta2 = [dQ; Q]'[K; dK]: blocks of unit norm on both sides, their weights between the two factors, so
+    that a tiny update is resolved as well as the weights that it is stacked with."""
     nq, nk, ndq, ndk = (_norm(x) for x in (b.q_q, b.k_k, b.dq_dq, b.dk_dk))
     weight = torch.stack([ndq * nk, nq * ndk], -1)
     scale = weight.amax(-1, keepdim=True)
-    left = _factor(_stacked(b.dq_dq, b.q_dq.mT, b.q_q, ndq, nq), _resolution(b.q_q))[0]
-    right = _factor(_stacked(b.k_k, b.k_dk, b.dk_dk, nk, ndk), _resolution(b.k_k))[0]
-    balance = (weight * _inverse(scale)[..., 0]).repeat_interleave(b.q_q.shape[-1], dim=-1)
-    return _masked(scale * _product_singular_values(left * balance[..., None], right), *b[:6])
+    left = _factor(_stacked(b.dq_dq, b.q_dq.mT, b.q_q, ndq, nq), _resolution(b.q_q))
+    right = _factor(_stacked(b.k_k, b.k_dk, b.dk_dk, nk, ndk), _resolution(b.k_k))
+    share = torch.where(scale == 0, 0.0, weight / scale).repeat_interleave(b.q_q.shape[-1], dim=-1)
+    return scale * _product_singular_values(left * share[..., None], right)
 
 
 def _stacked(x_x: Tensor, x_y: Tensor, y_y: Tensor, nx: Tensor, ny: Tensor) -> Tensor:
-    ix, iy = _inverse(nx), _inverse(ny)
-    x_y = x_y.double() * ix * iy
-    top = torch.cat([x_x.double() * ix * ix, x_y], -1)
-    return torch.cat([top, torch.cat([x_y.mT, y_y.double() * iy * iy], -1)], -2)
+    ix, iy = (torch.where(n == 0, 0.0, 1 / n)[..., None, None] for n in (nx, ny))
+    x_x, x_y, y_y = x_x.double() * ix * ix, x_y.double() * ix * iy, y_y.double() * iy * iy
+    return torch.cat([torch.cat([x_x, x_y], -1), torch.cat([x_y.mT, y_y], -1)], -2)

@@ -42,6 +42,7 @@ class LocalShell:
         self.hub = Hub(run)
         self.failure: str | None = None
         self.unaudited = False
+        self._facts: dict[str, Any] = {}
         self._issue = issue
         self._lock = threading.RLock()
         self._buffer: list[Event] = []
@@ -99,25 +100,27 @@ class LocalShell:
 
     # -----------------------------------------------------------------------------------------------------
 
-    _facts: dict[str, Any] = {}
-
     def _submit(self, event: Event) -> None:
+        self._carry_out(self._handle(event))
+        if isinstance(event, Frames):
+            for write in self.writers:
+                write(event)
+
+    def _handle(self, event: Event) -> list[Effect]:
+        """Fold the event in and commit what it caused; the effects that may now be carried out."""
         self._buffer.append(event)
         try:
             effects = self.hub.handle(event)
         except Exception as error:
             log.exception("the hub failed on %s", type(event).__name__)
             self._stop(f"{type(error).__name__}: {error}")
-            return
+            return []
         try:
             if effects or len(self._buffer) >= BATCH:
                 self._commit(effects, status="running")
         except StoreError as error:
             self._lose_disk(error)
-        self._carry_out(effects)
-        if isinstance(event, Frames):
-            for write in self.writers:
-                write(event)
+        return effects
 
     def _commit(self, effects: list[Effect], status: str) -> None:
         if self._store is None or self.unaudited:
@@ -147,11 +150,12 @@ class LocalShell:
         assert self._store is not None
         try:
             while self._store.pending():
+                effects: list[Effect] = []
                 with self._store.transaction():
                     for item in self._store.take(limit=1):
-                        self._submit(Human(item.time, item.kind, str(item.payload.get("argument", "")), str(item.payload.get("who", "?"))))
-                        if self._buffer:
-                            self._commit([], status="running")
+                        who, argument = str(item.payload.get("who", "?")), str(item.payload.get("argument", ""))
+                        effects = self._handle(Human(item.time, item.kind, argument, who))
+                self._carry_out(effects)
         except StoreError as error:
             self._lose_disk(error)
 

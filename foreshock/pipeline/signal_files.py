@@ -82,12 +82,16 @@ class SignalWriter:
         columns = {"run": pa.array([f.run for f in frames])}
         for name, kind in PLACE.items():
             columns[name] = pa.array([getattr(f, name) for f in frames], kind)
-        values = np.stack([f.values for f in frames], axis=1)
-        values[np.stack([f.nonfinite for f in frames], axis=1) == 1] = np.inf
-        counts, sums = (np.stack([getattr(f, part) for f in frames], axis=1) for part in ("counts", "sums"))
+        values, counts, sums, nonfinite = (
+            np.stack([getattr(f, part) for f in frames]).T
+            for part in ("values", "counts", "sums", "nonfinite")
+        )
+        values[nonfinite == 1] = np.inf
         keys = (self._table.values, self._table.counts, self._table.sums)
         for part, rows in zip(keys, (values, counts, sums), strict=True):
-            columns |= {str(key): pa.array(row) for key, row in zip(part, rows, strict=True)}
+            columns |= {
+                str(key): pa.array(np.ascontiguousarray(row)) for key, row in zip(part, rows, strict=True)
+            }
         return pa.table(columns, metadata={"foreshock.table": json.dumps(self._table.to_json())})
 
     def _free_name(self, seq: int) -> Path:

@@ -89,6 +89,7 @@ class RunStore:
                 if connection.execute(sa.select(_meta)).first() is None:
                     connection.execute(_meta.insert(), {"key": "schema", "value": SCHEMA})
         if (schema := self.get_meta("schema")) != SCHEMA:
+            self.close()
             raise StoreError(f"the run store in {path} has schema {schema}; this Foreshock reads {SCHEMA}")
 
     @classmethod
@@ -157,19 +158,27 @@ class RunStore:
         return record
 
     def save_snapshot(self, number: int, body: bytes, versions: str = "") -> None:
-        """Keeps the hub's state after event `number`, readable by `versions`; the newest two are kept."""
+        """Keeps the hub's state after event `number`, readable by `versions`.
+
+        The newest two are kept, and number 0: the state that a forked run started from.
+        """
         key = _snapshot.c.number
         with self.transaction() as connection:
             connection.execute(_snapshot.delete().where(key == number))
             connection.execute(_snapshot.insert(), {"number": number, "body": body, "versions": versions})
             kept = connection.scalars(sa.select(key).order_by(key.desc()).limit(2)).all()
-            connection.execute(_snapshot.delete().where(key < kept[-1]))
+            connection.execute(_snapshot.delete().where(key > 0, key < kept[-1]))
 
     def latest_snapshot(self, versions: str = "") -> tuple[int, bytes] | None:
         """The newest (number, body) of the same `versions`, or None."""
         query = sa.select(_snapshot).where(_snapshot.c.versions == versions)
         rows = self._rows(query.order_by(_snapshot.c.number.desc()).limit(1))
         return (rows[0].number, rows[0].body) if rows else None
+
+    def first_snapshot(self) -> bytes | None:
+        """The state that the run started from, number 0, where it did not start from nothing."""
+        rows = self._rows(sa.select(_snapshot.c.body).where(_snapshot.c.number == 0))
+        return rows[0].body if rows else None
 
     def events(self, after: int = 0) -> Iterator[tuple[int, str, dict[str, Any], bytes]]:
         """(number, kind, head, body) of every event after number `after`, in order."""
@@ -195,7 +204,7 @@ class RunStore:
                 anchor = self.anchor()
             except (OSError, ValueError, KeyError, TypeError) as error:
                 return Verdict(False, 0, None, f"{ANCHOR} cannot be read: {error!r}")
-            sequence, number = self._rows(sa.select(*ends))[0]
+            sequence, number = tuple(self._rows(sa.select(*ends))[0])
             # Commits wait for the anchor: as it stood still around the read, it is at most one behind.
             if self.anchor() == anchor:
                 return verify(self.audit(upto=sequence or 0), anchor, number or 0)
@@ -212,9 +221,16 @@ class RunStore:
         with self._writing() as connection:
             return int(connection.scalars(_inbox.insert().returning(_inbox.c.id), row).one())
 
-    def take(self) -> list[InboxItem]:
-        """Requests not taken yet, oldest first; each is handed out once, if the transaction commits."""
-        claim = _inbox.update().where(_inbox.c.taken.is_(False)).values(taken=True).returning(_inbox)
+    def pending(self) -> int:
+        """How many requests wait to be taken."""
+        query = sa.select(sa.func.count()).select_from(_inbox).where(_inbox.c.taken.is_(False))
+        return int(self._rows(query)[0][0])
+
+    def take(self, limit: int = 1000) -> list[InboxItem]:
+        """The oldest requests not taken yet; each is handed out once, if the transaction commits."""
+        key, waiting = _inbox.c.id, _inbox.c.taken.is_(False)
+        oldest = sa.select(key).where(waiting).order_by(key).limit(limit)
+        claim = _inbox.update().where(key.in_(oldest), waiting).values(taken=True).returning(_inbox)
         with self.transaction() as connection:
             rows = connection.execute(claim).all()
         return [InboxItem(r.id, r.time, r.kind, json.loads(r.payload)) for r in sorted(rows)]
@@ -231,6 +247,12 @@ class RunStore:
 
     def close(self) -> None:
         self._engine.dispose()
+
+    def __enter__(self) -> RunStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def _open_tail(self) -> _Tail:
@@ -277,11 +299,10 @@ class RunStore:
             return list(connection.execute(query).all())
 
     def _pages(self, key: sa.Column[Any], after: int = 0, upto: int = 2**53) -> Iterator[sa.Row[Any]]:
-        rows = [None] * _PAGE
-        while len(rows) == _PAGE:
-            rows = self._rows(sa.select(key.table).where(key > after, key <= upto).order_by(key).limit(_PAGE))
+        query = sa.select(key.table).where(key <= upto).order_by(key).limit(_PAGE)
+        while rows := self._rows(query.where(key > after)):
             yield from rows
-            after = rows[-1]._mapping[key] if rows else after
+            after = rows[-1]._mapping[key]
 
     def _make_engine(self, url: str | None) -> sa.Engine:
         if url is not None:
@@ -294,7 +315,7 @@ class RunStore:
             where = sa.URL.create("sqlite", database=str(self.path / DATABASE))
             engine = sa.create_engine(where, connect_args={"timeout": 10})
         if engine.dialect.name == "sqlite":
-            # pysqlite begins transactions behind our back; SQLAlchemy's documented cure is to do it ourselves.
+            # pysqlite begins transactions unasked; SQLAlchemy's documented cure is to begin them here.
             sa.event.listen(engine, "connect", self._prepare)
             sa.event.listen(engine, "begin", _begin)
         return engine

@@ -1,13 +1,22 @@
 """Policies: what may be done about a diagnosis, written by the user, checked before it is believed.
 
-Diagnoses come in from detectors; decisions go out to remediation. No torch, no Ray, no disk but the policy file.
+Diagnoses come in from detectors; decisions go out to remediation. No torch, no Ray.
 """
 
 from __future__ import annotations
 
 from foreshock.policies.actions import ACTIONS, Action, ActionSpec
 from foreshock.policies.explain import explain
-from foreshock.policies.loader import SHIPPED, PolicyError, Problem, load, loads, resolve, shipped
+from foreshock.policies.loader import (
+    SHIPPED,
+    PolicyError,
+    Problem,
+    load,
+    loads,
+    resolve,
+    shipped,
+    source_text,
+)
 from foreshock.policies.models import Approval, Budget, Match, Mode, Policy, PolicySet, Rung, Verify
 from foreshock.policies.schema import json_schema
 
@@ -32,4 +41,5 @@ __all__ = [
     "loads",
     "resolve",
     "shipped",
+    "source_text",
 ]

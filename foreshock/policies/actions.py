@@ -9,12 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_serializer, model_validator
+from pydantic import Field, model_serializer, model_validator
 
 from foreshock.detectors.types import Mechanism
 from foreshock.policies.units import Strict, custom, word_or_names
 
-_PLACE, _NAMES = word_or_names("affected", "model", "router", noun="parameter names")
+_PARSE, _DUMP, _SCHEMA = word_or_names("affected", "model", "router", noun="parameter names")
+Parameters = Literal["affected", "model", "router"] | tuple[str, ...]
+"""A word, or names of parameters."""
 Layers = Literal["affected", "all"]
 """`affected`: the diagnosed layers. `all`: every layer."""
 
@@ -64,7 +66,9 @@ class SkipData(Strict):
 class LrScale(Strict):
     """The learning rate of a part of the model times `factor`, which is between 0 and 1."""
 
-    target: Annotated[Literal["affected", "model", "router"] | tuple[str, ...], _PLACE, _NAMES] = "model"
+    target: Annotated[Literal["affected", "model", "router"] | tuple[str, ...], _PARSE, _DUMP, _SCHEMA] = (
+        "model"
+    )
     factor: Annotated[float, Field(strict=True, gt=0, lt=1, allow_inf_nan=False)]
 
 
@@ -85,40 +89,25 @@ class Notify(Strict):
     message: Annotated[str, Field(min_length=1)] | None = None
 
 
-Arguments = (
-    PrecisionUpcast
-    | RouterRestore
-    | RouterRescale
-    | RouterReinit
-    | Rollback
-    | SkipData
-    | LrScale
-    | QkClip
-    | Pause
-    | Notify
-)
-
-
-def _no_arguments(value: Any) -> Any:
-    return {} if value is None else value
-
-
-_BARE = BeforeValidator(_no_arguments)
-
-
 class Action(Strict):
     """Exactly one action, as YAML writes it: `{rollback: {before: onset}}`."""
 
-    precision_upcast: Annotated[PrecisionUpcast | None, _BARE] = None
-    router_restore: Annotated[RouterRestore | None, _BARE] = None
-    router_rescale: Annotated[RouterRescale | None, _BARE] = None
-    router_reinit: Annotated[RouterReinit | None, _BARE] = None
-    rollback: Annotated[Rollback | None, _BARE] = None
-    skip_data: Annotated[SkipData | None, _BARE] = None
-    lr_scale: Annotated[LrScale | None, _BARE] = None
-    qk_clip: Annotated[QkClip | None, _BARE] = None
-    pause: Annotated[Pause | None, _BARE] = None
-    notify: Annotated[Notify | None, _BARE] = None
+    precision_upcast: PrecisionUpcast | None = None
+    router_restore: RouterRestore | None = None
+    router_rescale: RouterRescale | None = None
+    router_reinit: RouterReinit | None = None
+    rollback: Rollback | None = None
+    skip_data: SkipData | None = None
+    lr_scale: LrScale | None = None
+    qk_clip: QkClip | None = None
+    pause: Pause | None = None
+    notify: Notify | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_name(cls, data: Any) -> Any:
+        """`pause:` with nothing behind it is `pause: {}`."""
+        return {k: {} if v is None else v for k, v in data.items()} if isinstance(data, dict) else data
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Action:
@@ -134,8 +123,9 @@ class Action(Strict):
         return next(iter(self.model_fields_set))
 
     @property
-    def arguments(self) -> Arguments:
-        arguments: Arguments = getattr(self, self.name)
+    def arguments(self) -> Strict:
+        """The action's own model, with typed fields."""
+        arguments: Strict = getattr(self, self.name)
         return arguments
 
     @property
@@ -153,8 +143,8 @@ class ActionSpec:
 
     model: type[Strict]
     needs: frozenset[str]
-    """Capabilities of the live run. interception: the attention call can be replaced. points: healthy recovery
-    points. rewind: points and a data position. router, sites: modules found. scheduler: the learning rate is ours."""
+    """Capabilities of the run. interception: its attention call can be replaced. points: it has some.
+    rewind: points and a data position. router, sites: modules found. scheduler: the learning rate is ours."""
     touches: str
     cost: str
     undo: str
@@ -163,14 +153,10 @@ class ActionSpec:
     changes_training: bool = True
 
 
-def _needs(*words: str) -> frozenset[str]:
-    return frozenset(words)
-
-
 ACTIONS: dict[str, ActionSpec] = {
     "precision_upcast": ActionSpec(
         PrecisionUpcast,
-        _needs("interception"),
+        frozenset({"interception"}),
         "the attention kernel of its layers, no weight",
         "Its layers compute attention more slowly for as long as it stands.",
         "Removed at any step; the layers return to their own kernel.",
@@ -178,7 +164,7 @@ ACTIONS: dict[str, ActionSpec] = {
     ),
     "router_restore": ActionSpec(
         RouterRestore,
-        _needs("router", "points"),
+        frozenset({"router", "points"}),
         "router weights and their optimizer moments",
         "The router forgets what it learned since the recovery point.",
         "The replaced weights are kept and can be put back.",
@@ -186,7 +172,7 @@ ACTIONS: dict[str, ActionSpec] = {
     ),
     "router_rescale": ActionSpec(
         RouterRescale,
-        _needs("router"),
+        frozenset({"router"}),
         "the norm of the router's rows",
         "One small product; routing changes a little at once.",
         "The old norms are kept and can be put back.",
@@ -194,7 +180,7 @@ ACTIONS: dict[str, ActionSpec] = {
     ),
     "router_reinit": ActionSpec(
         RouterReinit,
-        _needs("router"),
+        frozenset({"router"}),
         "router rows and their optimizer moments",
         "The dearest remedy: the loss rises by about half a nat before it falls again.",
         "The replaced weights are kept and can be put back.",
@@ -202,28 +188,28 @@ ACTIONS: dict[str, ActionSpec] = {
     ),
     "rollback": ActionSpec(
         Rollback,
-        _needs("rewind"),
+        frozenset({"rewind"}),
         "model, optimizer, scheduler, scaler, random state and data position",
         "All steps since the recovery point are trained again.",
         "Not undone: the steps that it dropped are gone.",
     ),
     "skip_data": ActionSpec(
         SkipData,
-        _needs("rewind"),
+        frozenset({"rewind"}),
         "the data position",
         "The run never sees the batches that it skips.",
         "Not undone: the record keeps which batches were left out.",
     ),
     "lr_scale": ActionSpec(
         LrScale,
-        _needs("scheduler"),
+        frozenset({"scheduler"}),
         "the learning rate of its target",
         "The target learns more slowly for as long as it stands.",
         "Removed at any step; the schedule applies again.",
     ),
     "qk_clip": ActionSpec(
         QkClip,
-        _needs("sites"),
+        frozenset({"sites"}),
         "the query and key weights of its layers",
         "Attention changes at once where logits were above the threshold.",
         "The scales are kept and can be divided out.",
@@ -231,14 +217,14 @@ ACTIONS: dict[str, ActionSpec] = {
     ),
     "pause": ActionSpec(
         Pause,
-        _needs(),
+        frozenset(),
         "the run: it saves and stops on all ranks at one step",
         "The machines stand idle until someone starts the run again.",
         "Start the run again on the same run directory.",
     ),
     "notify": ActionSpec(
         Notify,
-        _needs(),
+        frozenset(),
         "nothing in the run",
         "A person's attention.",
         "Nothing to undo.",

@@ -228,7 +228,7 @@ class Engine:
 
     def _why_not(self, name: str, arguments: dict[str, Any], incident: Incident) -> str | None:
         budget = self.policies.budget
-        if self.mode is Mode.ENFORCE and ACTIONS[name].changes_training:
+        if self.mode is Mode.ENFORCE and ACTIONS[name].changes_training and name != "pause":  # the last resort is free
             if self.spent.actions >= budget.actions:
                 return f"the run's budget of {budget.actions} actions is spent"
             if name == "rollback" and self.spent.rollbacks >= budget.rollbacks:

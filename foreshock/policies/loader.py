@@ -1,14 +1,14 @@
 """From a policy file to a `PolicySet`, or to errors that name file, line, column and a way out.
 
-YAML is read into plain nodes only: no tag is constructed, no anchor expanded, no key read twice. The nodes'
-positions stay beside the values, so that an error of the models points at the words that caused it.
+YAML is read event by event into plain values: no tag, no anchor, no key twice. Positions stay beside
+them, so that an error of the models points at the words that caused it.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -21,17 +21,9 @@ from foreshock.policies.models import PolicySet
 from foreshock.policies.units import Where, nearest, show
 
 SHIPPED = ("default", "unattended")
-MAX_BYTES = 262_144
-"""A policy larger than this is a mistake or an attack."""
-_SCALARS = {
-    "null": lambda text: None,
-    "bool": lambda text: text.lower() == "true",
-    "int": int,
-    "float": float,
-    "str": str,
-    "timestamp": str,
-}
-_TAG = "tag:yaml.org,2002:"
+MAX_BYTES, MAX_DEPTH = 65_536, 16
+"""More than this is a mistake or an attack."""
+_PLAIN: dict[str, object] = {"": None, "~": None, "null": None, "true": True, "false": False}
 _MESSAGES = {
     "policy": ("{problem}", "{suggestion}"),
     "model_type": ("{value} stands where a mapping of keys is expected", "write `key: value` pairs"),
@@ -74,121 +66,143 @@ class PolicyError(ValueError):
 
 def load(path: str | Path) -> PolicySet:
     """The policy set in a file (UTF-8). Raises `PolicyError`, also where there is no such file."""
-    try:
-        data = Path(path).read_bytes()
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        problem = Problem(str(path), 0, 0, f"cannot be read: {reason}", f"give a file, or {' or '.join(SHIPPED)}")
-        raise PolicyError([problem]) from None
-    return loads(data, str(path))
+    return loads(_read(Path(path), str(path)), str(path))
 
 
 def loads(text: str | bytes, source: str = "<string>") -> PolicySet:
     """The policy set in `text`; `source` is the file name that errors show. Raises `PolicyError`."""
-    values, marks = _Reader(source).read(text)
+    reader = _Reader(_decode(text, source), source)
     try:
-        return PolicySet.model_validate(values)
+        return PolicySet.model_validate(reader.values())
     except ValidationError as error:
-        raise PolicyError(_problems(error, marks, source)) from None
+        raise PolicyError(_problems(error, reader.marks, source)) from None
 
 
 def shipped(name: str) -> PolicySet:
     """A policy set that comes with Foreshock: one of `SHIPPED`."""
     if name not in SHIPPED:
-        raise PolicyError([Problem(name, 0, 0, "no such shipped policy", nearest(name, SHIPPED))])
-    file = resources.files("foreshock.policies").joinpath("library", f"{name}.yaml")
-    return loads(file.read_bytes(), f"{name}.yaml")
+        _refuse(name, -1, -1, "no such shipped policy", nearest(name, SHIPPED))
+    return resolve(name)
 
 
 def resolve(name_or_path: str | Path) -> PolicySet:
     """A shipped name or a path. A file called like a shipped policy is reached as `./default`."""
-    return shipped(str(name_or_path)) if str(name_or_path) in SHIPPED else load(name_or_path)
+    return loads(*source_text(name_or_path))
+
+
+def source_text(name_or_path: str | Path) -> tuple[str, str]:
+    """The unread text of what `resolve` would load, and the name that errors show: a journal keeps both."""
+    name = str(name_or_path)
+    if name not in SHIPPED:
+        return _decode(_read(Path(name_or_path), name), name), name
+    file = resources.files("foreshock.policies").joinpath("library", f"{name}.yaml")
+    return file.read_text(encoding="utf-8"), f"{name}.yaml"
+
+
+def _read(path: Path, source: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        _refuse(source, -1, -1, f"cannot be read: {reason}", f"give a file, or one of: {', '.join(SHIPPED)}")
+
+
+def _decode(text: str | bytes, source: str) -> str:
+    if len(text) > MAX_BYTES:
+        _refuse(source, 0, 0, f"larger than {MAX_BYTES} bytes", "a policy is a page, not a data set")
+    try:
+        return text if isinstance(text, str) else text.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        *before, line = bytes(error.object[: error.start]).split(b"\n")
+        _refuse(source, len(before), len(line), "not UTF-8 text", "save the file as UTF-8")
+
+
+def _refuse(source: str, line: int, column: int, message: str, suggestion: str) -> NoReturn:
+    """`line` and `column` count from 0, as YAML's marks do."""
+    raise PolicyError([Problem(source, line + 1, column + 1, message, suggestion)])
 
 
 class _Reader:
-    """YAML text to plain values and the position of each; refuses everything that is not plain."""
+    """YAML events to plain values, and the position of each; refuses everything that is not plain."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, text: str, source: str) -> None:
+        self.text = text
         self.source = source
-        self.marks: dict[Where, tuple[int, int]] = {}
+        self.marks: dict[Where, tuple[int, int]] = {(): (0, 0)}
 
-    def read(self, text: str | bytes) -> tuple[Any, dict[Where, tuple[int, int]]]:
+    def values(self) -> Any:
         from ruamel.yaml import YAML
         from ruamel.yaml.error import MarkedYAMLError
         from ruamel.yaml.reader import ReaderError
 
-        text = self._decode(text)
+        if tab := re.search(r"^( *)\t(?=[^\n]*\S)", self.text, re.MULTILINE):
+            line = self.text.count("\n", 0, tab.start())
+            _refuse(self.source, line, len(tab[1]), "a tab in the indentation", "indent with spaces")
         try:
-            node = YAML(typ="safe", pure=True).compose(text)
-            if node is None:
-                self._refuse(0, 0, "the file is empty", "begin with `apiVersion: foreshock/v1`")
-            return self._value(node, ()), self.marks
-        except RecursionError:
-            self._refuse(0, 0, "nested too deeply", "a policy needs about ten levels")
+            events = YAML(typ="safe", pure=True).parse(self.text)
+            documents: list[Any] = []
+            for event in events:
+                if type(event).__name__ == "DocumentStartEvent":
+                    if documents:
+                        self._refuse(event, "a second document", "one file holds one policy set")
+                    documents.append(self._value(next(events), events, ()))
         except ReaderError as error:
-            before = text[: error.position]
-            column = len(before) - before.rfind("\n") - 1
-            self._refuse(before.count("\n"), column, "a character that YAML does not allow", "remove it")
+            *before, last = self.text[: error.position].split("\n")
+            _refuse(self.source, len(before), len(last), "a character that YAML does not allow", "remove it")
         except MarkedYAMLError as error:
-            mark, begun = error.problem_mark, error.context_mark
-            if mark and (error.problem or "").startswith("but found another document"):
-                self._refuse(mark.line, mark.column, "a second document", "one file holds one policy set")
-            since = f" from line {begun.line + 1}" if begun else ""
-            help = f"{error.context}{since}: check indentation, quotes and brackets"
-            at = mark or begun
-            self._refuse(at.line if at else 0, at.column if at else 0, f"not YAML: {error.problem}", help)
+            begun, mark = error.context_mark, error.problem_mark or error.context_mark
+            line, column = (mark.line, mark.column) if mark else (0, 0)
+            since = f"{error.context} from line {begun.line + 1}: " if begun else ""
+            help = f"{since}check indentation, quotes and brackets"
+            _refuse(self.source, line, column, f"not YAML: {error.problem}", help)
+        if documents in ([], [None]):
+            _refuse(self.source, 0, 0, "the file is empty", "begin with `apiVersion: foreshock/v1`")
+        return documents[0]
 
-    def _refuse(self, line: int, column: int, message: str, suggestion: str) -> NoReturn:
-        raise PolicyError([Problem(self.source, line + 1, column + 1, message, suggestion)])
+    def _refuse(self, event: Any, message: str, suggestion: str) -> NoReturn:
+        _refuse(self.source, event.start_mark.line, event.start_mark.column, message, suggestion)
 
-    def _decode(self, text: str | bytes) -> str:
-        if len(text) > MAX_BYTES:
-            self._refuse(0, 0, f"larger than {MAX_BYTES} bytes", "a policy is a page, not a data set")
-        try:
-            text = text if isinstance(text, str) else text.decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            before = bytes(error.object[: error.start])
-            column = len(before) - before.rfind(b"\n") - 1
-            self._refuse(before.count(b"\n"), column, "not UTF-8 text", "save the file as UTF-8")
-        if tab := re.search(r"^ *\t+(?=\S)", text, re.MULTILINE):
-            line = text.count("\n", 0, tab.start())
-            self._refuse(line, tab.group().index("\t"), "a tab in the indentation", "indent with spaces")
-        return text
-
-    def _value(self, node: Any, path: Where) -> Any:
-        at = node.start_mark.line, node.start_mark.column
-        self.marks[path] = at
-        kind = str(node.tag).removeprefix(_TAG)
-        if node.anchor:
-            self._refuse(*at, f"an anchor '&{node.anchor}'", "write the values out: policies have no aliases")
-        if isinstance(node.value, str):
-            if kind not in _SCALARS:
-                self._refuse(*at, f"a tag '{node.tag}'", "remove it: policies hold plain values only")
-            try:
-                return _SCALARS[kind](node.value)
-            except ValueError:
-                return node.value
-        if kind not in ("map", "seq"):
-            self._refuse(*at, f"a tag '{node.tag}'", "remove it: policies hold plain values only")
-        if kind == "seq":
-            return [self._value(item, (*path, i)) for i, item in enumerate(node.value)]
+    def _value(self, event: Any, events: Iterator[Any], path: Where) -> Any:
+        self.marks[path] = event.start_mark.line, event.start_mark.column
+        kind = type(event).__name__
+        if len(path) > MAX_DEPTH:
+            self._refuse(event, "nested too deeply", f"a policy needs no more than {MAX_DEPTH} levels")
+        if event.anchor:
+            sign = "*" if kind == "AliasEvent" else "&"
+            self._refuse(event, f"an anchor or alias '{sign}{event.anchor}'", "write the values out")
+        if event.tag:
+            self._refuse(event, f"a tag '{event.tag}'", "remove it: policies hold plain values only")
+        if kind == "ScalarEvent":
+            return _plain(event.value) if event.implicit[0] else event.value
+        if kind == "SequenceStartEvent":
+            items: list[Any] = []
+            while type(event := next(events)).__name__ != "SequenceEndEvent":
+                items.append(self._value(event, events, (*path, len(items))))
+            return items
         values: dict[str, Any] = {}
-        for key_node, item in node.value:
-            line, column = key_node.start_mark.line, key_node.start_mark.column
-            key = self._value(key_node, (*path, "[key]"))
-            if not isinstance(key, str) or key_node.tag != f"{_TAG}str":
-                self._refuse(line, column, f"{show(key)} is not a plain word, so not a key", "quote or remove it")
+        while type(event := next(events)).__name__ != "MappingEndEvent":
+            key = self._value(event, events, (*path, "[key]"))
+            if not isinstance(key, str):
+                self._refuse(event, f"{show(key)} is not a plain word, so not a key", "remove it")
             if key in values:
                 first = self.marks[*path, key, "[key]"][0] + 1
-                self._refuse(line, column, f"duplicate key '{key}'", f"it is already set in line {first}")
-            values[key] = self._value(item, (*path, key))
-            self.marks[*path, key, "[key]"] = line, column
+                self._refuse(event, f"duplicate key '{key}'", f"it is already set in line {first}")
+            values[key] = self._value(next(events), events, (*path, key))
+            self.marks[*path, key, "[key]"] = event.start_mark.line, event.start_mark.column
         return values
 
 
-def _problems(
-    error: ValidationError, marks: dict[Where, tuple[int, int]], source: str
-) -> list[Problem]:
+def _plain(text: str) -> object:
+    """What an unquoted word is: nothing, a truth value, a number, or text."""
+    if text in _PLAIN:
+        return _PLAIN[text]
+    if re.fullmatch(r"[-+]?\d{1,18}", text, re.ASCII):
+        return int(text)
+    number = re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", text, re.ASCII | re.IGNORECASE)
+    return float(text) if number else text
+
+
+def _problems(error: ValidationError, marks: dict[Where, tuple[int, int]], source: str) -> list[Problem]:
     """Each pydantic error in plain words at its place, in file order, one per cause."""
     found: list[tuple[Where, str, str]] = []
     misspelt: set[Where] = set()
@@ -208,7 +222,7 @@ def _problems(
             words = re.findall(r"'([^']*)'", context["expected"])
             message = f"{show(given)} is not {'one of ' * (len(words) > 1)}{', '.join(words)}"
             found.append((where, message, nearest(given, words)))
-        else:
+        elif kind != "too_short" or not given:  # pydantic counts sound entries only: no second error for one
             message, suggestion = _MESSAGES.get(kind, ("{msg}", "see `foreshock policy schema`"))
             words_of = {"value": show(given), "msg": detail["msg"], **context}
             found.append((where, message.format(**words_of), suggestion.format(**words_of)))

@@ -1,7 +1,7 @@
 """The JSON Schema (draft-07) of a policy file, made from the models, for editors and CI of others.
 
-`policy.schema.json` beside this file is its committed output; `foreshock policy schema` prints it. It knows shapes
-and words; what only makes sense together (an unknown receiver, a ring of inhibitions) the loader alone refuses.
+`policy.schema.json` beside this file is its committed output; `foreshock policy schema` prints it. It knows
+shapes and words; what makes no sense together (an unknown receiver, say) the loader alone refuses.
 """
 
 from __future__ import annotations

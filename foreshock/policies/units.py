@@ -12,8 +12,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, PlainValidator
-from pydantic import ValidationError, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    PlainSerializer,
+    PlainValidator,
+    ValidationError,
+    WithJsonSchema,
+)
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
 Where = tuple[int | str, ...]
@@ -66,7 +74,8 @@ class Written:
     build: Callable[..., Any]
     """From the pattern's groups to the value; may raise `custom`."""
     example: str
-    write: Callable[[Any], str] = str
+    write: Callable[[Any], object] = str
+    """The inverse of `build`, up to `str`."""
 
     def parse(self, value: Any) -> Any:
         found = re.fullmatch(self.pattern, value, re.ASCII) if isinstance(value, str) else None
@@ -75,12 +84,18 @@ class Written:
         return self.build(*found.groups())
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        dump = core_schema.plain_serializer_function_ser_schema(self.write, when_used="json")
+        dump = core_schema.plain_serializer_function_ser_schema(
+            lambda v: str(self.write(v)), when_used="json"
+        )
         return core_schema.no_info_plain_validator_function(self.parse, serialization=dump)
 
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         pattern = f"^(?:{self.pattern})$".replace(r"\d", "[0-9]")
         return {"type": "string", "pattern": pattern, "description": f"{self.what}, e.g. {self.example}"}
+
+
+def plural(n: int, noun: str) -> str:
+    return f"{n} {noun}{'s' * (n != 1)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +105,7 @@ class ForSamples:
     n: int
 
     def __str__(self) -> str:
-        return f"{self.n} sample{'s' * (self.n != 1)}"
+        return plural(self.n, "sample")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +115,7 @@ class ForSteps:
     n: int
 
     def __str__(self) -> str:
-        return _steps(self.n)
+        return plural(self.n, "step")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,15 +147,11 @@ class FalseAlarms:
     steps: int
 
     def __str__(self) -> str:
-        return f"{self.alarms} per {self.steps} steps"
-
-
-def _steps(n: int) -> str:
-    return f"{n} step{'s' * (n != 1)}"
+        return f"{self.alarms} per {plural(self.steps, 'step')}"
 
 
 def _hold(n: str, unit: str) -> ForSamples | ForSteps:
-    return ForSamples(int(n)) if unit.startswith("sample") else ForSteps(int(n))
+    return (ForSamples if unit == "sample" else ForSteps)(int(n))
 
 
 def _n_of(k: str, n: str) -> NOf:
@@ -149,39 +160,35 @@ def _n_of(k: str, n: str) -> NOf:
     return NOf(int(k), int(n))
 
 
+def _false_alarms(alarms: str, steps: str) -> FalseAlarms:
+    return FalseAlarms(int(alarms), int(steps))
+
+
 _N = r"([1-9]\d{0,8})"
-Steps = Annotated[int, Written("a number of steps", r"(0|[1-9]\d{0,8}) steps?", int, "8 steps", _steps)]
-PositiveSteps = Annotated[int, Written("a positive number of steps", _N + " steps?", int, "8 steps", _steps)]
-Hold = Annotated[
-    ForSamples | ForSteps,
-    Written("a number of samples or steps", _N + " (samples?|steps?)", _hold, "3 samples` or `5 steps"),
-]
-Sigma = Annotated[
-    float,
-    Written(
-        "a width in sigma", r"((?=.*[1-9])\d{1,2}(?:\.\d{1,3})?) sigma", float, "3 sigma", "{:g} sigma".format
-    ),
-]
-Row = Annotated[
-    InARow, Written("a number of samples in a row", _N + " in a row", lambda n: InARow(int(n)), "5 in a row")
-]
-Share = Annotated[NOf, Written("a share of the last samples", f"{_N} of {_N}", _n_of, "3 of 8")]
-AlarmBudget = Annotated[
-    FalseAlarms,
-    Written(
-        "a budget of false alarms",
-        f"{_N} per {_N} steps",
-        lambda alarms, steps: FalseAlarms(int(alarms), int(steps)),
-        "1 per 100000 steps",
-    ),
-]
-Name = Annotated[str, Written("a name of lower-case words", "([a-z][a-z0-9]*(?:[-_][a-z0-9]+)*)", str, "non-finite")]
-EnvName = Annotated[
-    str, Written("the name of an environment variable", "([A-Z_][A-Z0-9_]*)", str, "FORESHOCK_ONCALL")
-]
+_STEPS = Written("a number of steps with its unit", r"(\d{1,9}) steps?", int, "8 steps", ForSteps)
+_POSITIVE = Written("a positive number of steps with its unit", f"{_N} steps?", int, "8 steps", ForSteps)
+_HOLD = Written("a number of samples or steps", f"{_N} (sample|step)s?", _hold, "3 samples` or `5 steps")
+_SIGMA = Written(
+    "a width in sigma", r"((?=.*[1-9])\d{1,2}(?:\.\d{1,3})?) sigma", float, "3 sigma", "{:g} sigma".format
+)
+_ROW = Written("a number of samples in a row", f"{_N} in a row", lambda n: InARow(int(n)), "5 in a row")
+_SHARE = Written("a share of the last samples", f"{_N} of {_N}", _n_of, "3 of 8")
+_ALARMS = Written("a budget of false alarms", f"{_N} per {_N} steps?", _false_alarms, "1 per 100000 steps")
+_NAME = Written("a name in lower case", "([a-z][a-z0-9]*(?:[-_][a-z0-9]+)*)", str, "non-finite")
+_ENV = Written("the name of an environment variable", "([A-Z_][A-Z0-9_]*)", str, "FORESHOCK_ONCALL")
+
+Steps = Annotated[int, _STEPS]
+PositiveSteps = Annotated[int, _POSITIVE]
+Hold = Annotated[ForSamples | ForSteps, _HOLD]
+Sigma = Annotated[float, _SIGMA]
+Row = Annotated[InARow, _ROW]
+Share = Annotated[NOf, _SHARE]
+AlarmBudget = Annotated[FalseAlarms, _ALARMS]
+Name = Annotated[str, _NAME]
+EnvName = Annotated[str, _ENV]
 
 
-def word_or_names(*words: str, noun: str) -> tuple[PlainValidator, WithJsonSchema]:
+def word_or_names(*words: str, noun: str) -> tuple[PlainValidator, PlainSerializer, WithJsonSchema]:
     """Annotations of a value that is one of `words`, or a list of names. `noun` says what is named."""
 
     def parse(value: Any) -> Any:
@@ -192,4 +199,5 @@ def word_or_names(*words: str, noun: str) -> tuple[PlainValidator, WithJsonSchem
         raise custom(f"{show(value)} is not {' or '.join(words)} or a list of {noun}", f"write `{words[0]}`")
 
     names = {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}}
-    return PlainValidator(parse), WithJsonSchema({"anyOf": [{"enum": list(words)}, names]})
+    schema = {"anyOf": [{"enum": list(words)}, names]}
+    return PlainValidator(parse), PlainSerializer(lambda value: value), WithJsonSchema(schema)

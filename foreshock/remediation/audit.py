@@ -127,7 +127,8 @@ def verify(
 
     last = AuditRecord(0, 0, 0.0, "", {}, "", GENESIS)
     anchored_event, ahead = 0, newest_event
-    for n, record in enumerate(records, start=1):
+    walk = iter(records)
+    for n, record in enumerate(walk, start=1):
         if record.sequence != n:
             return broken(n, f"is missing: record {record.sequence} stands in its place")
         if _digest(record) != record.hash:
@@ -135,6 +136,10 @@ def verify(
                 return broken(n - 1, "was inserted: the next one was written to follow the one before")
             return broken(n, "was altered or moved: it does not match its hash")
         if record.previous != last.hash:
+            # Both match their own hash; the one that the rest of the chain was built on is the true one.
+            after = next(walk, None)
+            if n > 1 and record.hash == (after.previous if after else anchor and anchor.hash):
+                return broken(n - 1, "was rewritten: the record after it was sealed on another one")
             return broken(n, "does not follow the record before it")
         if anchor and n == anchor.sequence:
             anchored_event = record.event

@@ -52,6 +52,7 @@ class RecoveryStore:
         self._on_saved = on_saved
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="foreshock-recovery")
         self._flying: list[Future[None]] = []
+        self._untold: set[str] = set()
         directory.mkdir(parents=True, exist_ok=True)
         for left in directory.glob(".part-*"):
             shutil.rmtree(left, ignore_errors=True)
@@ -92,6 +93,7 @@ class RecoveryStore:
                 _sync(file)
             size = sum(f.stat().st_size for f in part.iterdir())
             target = self.directory / name
+            self._untold.add(name)
             shutil.rmtree(target, ignore_errors=True)
             part.rename(target)
             _sync(self.directory)
@@ -119,10 +121,11 @@ class RecoveryStore:
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise PointBroken(f"recovery point {name} cannot be read: {error}") from error
 
-    def prune(self, keep: set[str]) -> None:
-        """Delete every point on disk that is not in `keep`."""
+    def prune(self, keep: set[str], told: str) -> None:
+        """Delete every point that is neither in `keep` nor still unknown to the hub, which now knows `told`."""
+        self._untold.discard(told)
         for place in self.directory.iterdir():
-            if place.is_dir() and not place.name.startswith(".") and place.name not in keep:
+            if place.is_dir() and not place.name.startswith(".") and place.name not in keep | self._untold:
                 shutil.rmtree(place, ignore_errors=True)
 
     def flush(self) -> None:

@@ -1,0 +1,111 @@
+"""`foreshock runs`, `status` and `replay`: which runs there are, how one is doing, and whether it can be replayed."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from foreshock.cli.runs_dir import RUNS, find_run
+
+Run = Annotated[str, typer.Argument(help="A run directory, or a name under ./foreshock_runs.", metavar="RUN")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def read_status(directory: Path) -> dict[str, Any]:
+    """What the run last said of itself; `state` is "died" where its process is gone without a word."""
+    from foreshock.pipeline.store import RunStore, StoreError
+
+    try:
+        with RunStore.open_readonly(directory) as store:
+            text = store.get_meta("status")
+    except StoreError as error:
+        typer.echo(f"{directory}: {error}", err=True)
+        raise typer.Exit(1) from None
+    status: dict[str, Any] = json.loads(text) if text else {"state": "empty", "run": directory.name}
+    if status["state"] == "running" and not _alive(int(status["pid"])):
+        status["state"] = "died"
+    return status
+
+
+def status(run: Run, as_json: Json = False) -> None:
+    """How a run is doing: what is watched, what is not and why, which mode acts, what was done."""
+    facts = read_status(find_run(run))
+    if as_json:
+        typer.echo(json.dumps(facts))
+        return
+    from rich.console import Console
+
+    out = Console(highlight=False)
+    out.print(f"[bold]{facts['run']}[/bold]  {facts['state']}, step {facts.get('step')}, attempt {facts.get('attempt')}")
+    if facts.get("failure"):
+        out.print(f"[bold red]NOT WATCHING: {facts['failure']}[/bold red]")
+    mode = facts.get("mode") or {}
+    if mode:
+        out.print(f"mode      {mode['acting']} (code {mode['code']}, person {mode['person']}, policy {mode['policy']}; the lowest wins)")
+    for name, setting in facts.get("settings", {}).items():
+        out.print(f"{name:9} {setting['value']} ({setting['source']})")
+    held = facts.get("budget_held")
+    out.print(f"budget    {'none can be stated yet' if held is None else held}")
+    for limit in facts.get("limits", []):
+        out.print(f"[yellow]not watched[/yellow]  {limit}")
+    for name, reason in facts.get("unavailable", {}).items():
+        out.print(f"[yellow]unavailable[/yellow]  {name}: {reason}")
+    for name, arguments in facts.get("standing", {}).items():
+        out.print(f"standing  {name} {json.dumps(arguments)}")
+    spent = facts.get("spent") or {}
+    out.print(f"spent     {spent.get('actions', 0)} actions, {spent.get('rollbacks', 0)} rollbacks; {len(facts.get('incidents', []))} incidents")
+    for item in facts.get("incidents", []):
+        out.print(f"          {item['id']} {item['policy']}: {item['state']} {item['reason']}")
+
+
+def list_runs(
+    directory: Annotated[Path, typer.Argument(help="Where runs lie.", metavar="DIR")] = RUNS, as_json: Json = False
+) -> None:
+    """The runs in a directory, newest last."""
+    found = sorted(directory.glob("*/run.db"), key=lambda p: p.stat().st_mtime) if directory.is_dir() else []
+    rows = [{"directory": str(p.parent), **read_status(p.parent)} for p in found]
+    if as_json:
+        typer.echo(json.dumps([{k: r.get(k) for k in ("directory", "run", "state", "step", "attempt", "failure")} for r in rows]))
+        return
+    if not rows:
+        typer.echo(f"no runs under {directory}; foreshock.watch(...) writes there, foreshock demo attention makes one")
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("run", "state", "step", "mode", "incidents", "not watched")
+    for row in rows:
+        mode = (row.get("mode") or {}).get("acting", "")
+        table.add_row(row["directory"], row["state"], str(row.get("step", "")), mode, str(len(row.get("incidents", []))), row.get("failure") or "")
+    Console().print(table)
+
+
+def replay(run: Run, as_json: Json = False) -> None:
+    """Fold the run's journal again and compare with its audit log, bit for bit. Exit 1 where they differ."""
+    from foreshock.pipeline.replay import replay as fold_again
+    from foreshock.pipeline.store import RunStore
+
+    with RunStore.open_readonly(find_run(run)) as store:
+        result = fold_again(store)
+    if as_json:
+        typer.echo(json.dumps({"events": result.events, "records": result.records, "difference": result.difference}))
+    elif result.difference is None:
+        typer.echo(f"{result.events} events give the same {result.records} records")
+    else:
+        typer.echo(f"DIFFERS after {result.events} events: {result.difference}", err=True)
+    if result.difference is not None:
+        raise typer.Exit(1)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,77 @@
+"""Joins what a mechanism consists of by one name: its probes, its signature, its shipped policy.
+
+Installed packages add mechanisms through the entry point group `foreshock.mechanisms`; each names a function
+that returns a `Mechanism`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from foreshock.monitors.intercept import Interceptor
+    from foreshock.monitors.probe import Probe
+
+GROUP = "foreshock.mechanisms"
+
+
+@dataclass
+class Attached:
+    """What a mechanism hung on one rank's model. `limits` are sentences about what is not watched."""
+
+    probes: list[Probe] = field(default_factory=list)
+    interceptor: Interceptor | None = None
+    layers: tuple[int, ...] = ()
+    limits: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """`attach(model, optimizer, sites, rank, world)` discovers and hooks; `policy` is the shipped policy's name."""
+
+    name: str
+    policy: str
+    attach: Callable[[nn.Module, torch.optim.Optimizer, Sequence[Any] | None, int, int], Attached]
+
+
+def attention() -> Mechanism:
+    return Mechanism("attention", "attention-low-precision", _attach_attention)
+
+
+def installed() -> list[Mechanism]:
+    """Every mechanism of every installed package, by name. This package's own is there without installation."""
+    found: dict[str, Mechanism] = {"attention": attention()}
+    for entry in entry_points(group=GROUP):
+        if entry.name not in found:
+            found[entry.name] = entry.load()()
+    return [found[name] for name in sorted(found)]
+
+
+def _attach_attention(
+    model: nn.Module, optimizer: torch.optim.Optimizer, sites: Sequence[Any] | None, rank: int, world: int
+) -> Attached:
+    from foreshock.monitors.intercept import Interceptor
+    from foreshock.monitors.sites import SitesUnknown, discover
+    from foreshock.monitors.source_probe import SourceProbe
+    from foreshock.monitors.update_spectrum import UpdateSpectrum
+
+    try:
+        found = discover(model, sites)
+    except SitesUnknown as unknown:
+        if sites is not None:
+            raise  # the user's own argument is wrong; a model that we do not know is not the user's fault
+        return Attached(limits=[f"attention is not watched: {unknown}"])
+    interceptor = Interceptor(found)
+    spectrum = UpdateSpectrum(found, rank=rank, world=world)
+    return Attached(
+        probes=[SourceProbe(interceptor, found), spectrum],
+        interceptor=interceptor,
+        layers=tuple(site.layer for site in found),
+        limits=list(spectrum.limits),
+    )
