@@ -24,18 +24,33 @@ def simulate(rng, kind, size, direction, onset=200, h=9.0):
     return (z if direction == "up" else -z)[: t + 1]
 
 
+CHANGES = [
+    ("step", 0.5, 2.0),
+    ("step", 1.0, 2.0),
+    ("step", 3.0, 2.0),
+    ("ramp", 0.1, 2.0),
+    ("ramp", 0.3, 2.0),
+    ("ramp", 0.03, 4.0),
+    ("ramp", 0.01, 4.0),
+]
+
+
 @pytest.mark.parametrize("direction", ["up", "down"])
-@pytest.mark.parametrize(
-    ("kind", "size"), [("step", 0.5), ("step", 1.0), ("step", 3.0), ("ramp", 0.01), ("ramp", 0.03)]
-)
-def test_the_early_end_is_not_late_in_95_percent_of_changes(kind, size, direction):
-    rng = np.random.default_rng(0)
+@pytest.mark.parametrize(("kind", "size", "drop"), CHANGES)
+def test_the_early_end_is_not_late_in_95_percent_of_changes(kind, size, drop, direction):
+    rng = np.random.default_rng(1)
     early = []
     for _ in range(300):
         z = simulate(rng, kind, size, direction)
-        early.append(onset_interval(z, np.arange(z.size) * 4, direction).early)
+        early.append(onset_interval(z, np.arange(z.size) * 4, direction, drop).early)
     assert np.mean(np.array(early) <= 200 * 4) >= 0.95
-    assert np.median(early) >= 200 * 4 - 4 * 100
+
+
+@pytest.mark.parametrize(("size", "samples"), [(1.0, 40), (3.0, 10)])
+def test_the_early_end_is_not_far_before_a_clear_step(size, samples):
+    rng = np.random.default_rng(1)
+    found = [onset_interval(simulate(rng, "step", size, "up"), np.arange(1000)) for _ in range(100)]
+    assert np.median([f.early for f in found]) >= 200 - samples
 
 
 @settings(deadline=None, max_examples=50)

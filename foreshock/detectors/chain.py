@@ -16,7 +16,7 @@ from foreshock.detectors.diagnosis import diagnose
 from foreshock.detectors.gate import NonFiniteGate
 from foreshock.detectors.latch import Latches
 from foreshock.detectors.null import SourceDetector
-from foreshock.detectors.signature import DECIDING, LOSS
+from foreshock.detectors.signature import DECIDING, LOSS, UPDATE
 from foreshock.detectors.spec import DEFAULT, SignalSpec
 from foreshock.detectors.streams import Reader, Sheet, plan
 from foreshock.detectors.types import Alarm, Diagnosis, Mechanism
@@ -92,7 +92,7 @@ class Detectors:
         self._rate = math.nan
         self._silent: list[int] | None = None
         self._since: dict[str, list[int]] = {}
-        self._muted: list[str] = []
+        self._confounded = False
         self._outliers: deque[tuple[int, str]] = deque(maxlen=256)
         self._build([])
 
@@ -181,7 +181,7 @@ class Detectors:
             self._relearn()
         if self.start is None or step < self.start or silent:
             return np.full(self._x.size, np.nan)
-        return np.where(self.bank.mask(self._muted), self._x, np.nan) if self._muted else self._x
+        return np.where(self.bank.mask((LOSS, UPDATE)), self._x, np.nan) if self._confounded else self._x
 
     def _diagnose(self, step: int, closed: ClosedStep) -> tuple[Diagnosis, ...]:
         alarms = list(self.latches.open.values())
@@ -198,8 +198,8 @@ class Detectors:
             memory[1] += memory[1] == 0 or not evaluated.isdisjoint(d.signals)
             dated.append(replace(d, since=memory[0], samples=memory[1]))
         confounding = {str(Mechanism.DATA), str(Mechanism.OPTIMIZER)}
-        # while data or the rate moves everything, only the signal that says so may go on; then all learn anew
-        self._muted = sorted({s for d in found if str(d.mechanism) in confounding for s in d.signals})
+        # while data or the rate moves everything, only the two that tell these apart go on; then all learn anew
+        self._confounded = bool(confounding & names)
         if confounding & set(previous) and not names:
             self._relearn()
         return tuple(dated)
@@ -260,12 +260,16 @@ class Detectors:
         the worst rank. Keys not measured are left out. In band of a reference: |value - level| <= k·sd."""
         found = {}
         for key in keys:
-            layer = key in self._layer_rows
-            x = self.source.latest[self._layer_rows[key]] if layer else self._x[self._rows.get(key, [])]
-            sd = 1.0 if layer else float(self.bank.residual.marginal[self._rows.get(key, [])].mean())
-            x = x[np.isfinite(x)]
-            if x.size:
-                found[key] = float(x[np.abs(x).argmax()] if layer else x.mean()), sd
+            if key in self._layer_rows:
+                x = self.source.latest[self._layer_rows[key]]
+                x = x[np.isfinite(x)]
+                value, sd = x[np.abs(x) == np.abs(x).max(initial=0.0)][:1], 1.0
+            else:
+                rows = [row for row in self._rows.get(key, []) if np.isfinite(self._x[row])]
+                value = self._x[rows].mean(keepdims=True) if rows else self._x[:0]
+                sd = float(self.bank.residual.marginal[rows].mean()) if rows else math.nan
+            if value.size:
+                found[key] = float(value[0]), sd
         return found
 
     def budget_held(self) -> float | None:
@@ -292,7 +296,7 @@ class Detectors:
             "rate_step": self._rate_step,
             "silent": self._silent,
             "since": {m: list(v) for m, v in self._since.items()},
-            "muted": list(self._muted),
+            "confounded": self._confounded,
             "outliers": [list(o) for o in self._outliers],
             "latches": self.latches.state_dict(),
             "x": self._x.copy(),
@@ -304,7 +308,7 @@ class Detectors:
         """The inverse, on an object made with the same table and settings."""
         self.start, self.first, self._rate_step = state["start"], state["first"], state["rate_step"]
         self._rate = math.nan if state["rate"] is None else state["rate"]
-        self._silent, self._muted = state["silent"], list(state["muted"])
+        self._silent, self._confounded = state["silent"], state["confounded"]
         self._since = {m: list(v) for m, v in state["since"].items()}
         self._outliers = deque(((s, n) for s, n in state["outliers"]), maxlen=self._outliers.maxlen)
         self.latches.load_state_dict(state["latches"])

@@ -17,9 +17,9 @@ def onset_interval(
     `z` (T,) scores with unit variance, oldest first, `steps` (T,) their step numbers, T <= 1024. For every
     start k the log-likelihood gain of a constant and of a growing mean from k on is compared; starts within
     `drop` units of the best count, and the early end is moved back by `guard` samples. The maximum-likelihood
-    start alone is late in most ramps. With the defaults the early end is not late in 97 % or more of simulated
-    steps of .5 sigma and ramps of .1 sigma a sample; in ramps of .01 to .03 in 79 to 86 % (97 % at drop 4, which
-    puts it five times as far back). Raises ValueError without samples.
+    start alone is late in most ramps. With the defaults the early end was not late in 96 to 100 % of
+    simulated steps from .5 sigma and ramps from .1 sigma a sample on, in 79 to 86 % of ramps of .01 to .03
+    (97 % at drop 4, up to five times as far back). Raises ValueError without samples.
 
     >>> onset_interval(np.r_[np.zeros(60), np.full(20, 2.0)], np.arange(80) * 4)
     Interval(early=220, late=244)

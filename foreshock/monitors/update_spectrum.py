@@ -78,8 +78,8 @@ class UpdateSpectrum:
         """False where a site's updates cannot be read from its weights; `limits` says which and why."""
         self.limits = [
             f"{s.name}: h1, hqv, delta3 and coherence are not measured, because differences of {s.q().dtype} "
-            "weights lose most of the update to rounding (the norm is 10 % short at |dW|/|W| = 1e-4, 41 % at "
-            "1e-6) and would read as a collapse; pass masters={parameter: its float32 copy} to measure them"
+            "weights lose it to rounding (entropy 10 % too low at |dW|/|W| = 1e-4, 41 % at 1e-6), which "
+            "reads as a collapse; pass masters={parameter: its float32 copy} to measure them"
             for s, ok in zip(sites, exact, strict=True)
             if not ok
         ]

@@ -117,41 +117,33 @@ def marks(view: RunView, onset: int | None = None) -> Marks:
 
 
 def by_layer(view: RunView, signal: str) -> dict[int, tuple[NDArray[np.int64], Floats, Floats]]:
-    """Per layer the steps, and over the heads measured at each step the sum and the number of values."""
+    """Per layer: steps, and over the heads measured at each of them the sum and the number of values."""
     heads: dict[int, list[Series]] = {}
     for name, series in view.signals.items():
         stem, _, place = name.partition("[L")
         layer = place.rstrip("]").partition(".")[0]
         if stem == signal and layer.isdecimal():
             heads.setdefault(int(layer), []).append(series)
-    layers = {}
-    for layer, parts in sorted(heads.items()):
-        steps, where = np.unique(np.concatenate([s for s, _ in parts]), return_inverse=True)
-        values = np.concatenate([v for _, v in parts])
-        layers[layer] = (steps, np.bincount(where, values, steps.size), np.bincount(where, minlength=steps.size))
-    return layers
+    return {
+        layer: _at_steps(np.concatenate([s for s, _ in parts]), np.concatenate([v for _, v in parts]))
+        for layer, parts in sorted(heads.items())
+    }
 
 
 def from_run(
     directory: Path, name: str, label: str, losses: Floats | None = None, before: Path | None = None
 ) -> RunView:
-    """Read one run's directory. `losses` (N,) by step; default: the watched `symptom.loss`.
+    """Read one run's directory. `losses` (N,) in nats by step; default: the signal `symptom.loss`.
 
-    `before` is the run that this one was forked from: its signals lead up to this one's first step. Where a
-    step ran twice, the newest attempt and timeline count; values of several ranks are averaged.
-    Raises foreshock.pipeline.store.StoreError where there is no readable record.
+    `before` is the run that this one was forked from, whose signals lead up to it. Where a step ran twice, the
+    newest attempt and timeline count; values of several ranks are averaged. Raises
+    foreshock.pipeline.store.StoreError where there is no readable record.
     """
     from foreshock.pipeline.store import RunStore
 
     with closing(RunStore.open_readonly(directory)) as store:
         audit = list(store.audit())
-    signals = _signals(directory)
-    if before is not None:
-        start = min((steps[0] for steps, _ in signals.values() if steps.size), default=2**62)
-        for key, (steps, values) in _signals(before).items():
-            own = signals.get(key, (steps[:0], values[:0]))
-            early = steps < start
-            signals[key] = (np.append(steps[early], own[0]), np.append(values[early], own[1]))
+    signals = _signals([d for d in (before, directory) if d is not None])
     if losses is None:
         steps, values = signals.get("symptom.loss", (np.zeros(0, np.int64), np.zeros(0)))
         losses = np.full(int(steps.max(initial=-1)) + 1, np.nan)
@@ -159,24 +151,30 @@ def from_run(
     return RunView(name, label, np.asarray(losses, np.float64), signals, audit, str(directory))
 
 
-def _signals(directory: Path) -> dict[str, Series]:
+def _at_steps(steps: NDArray[np.int64], values: Floats) -> tuple[NDArray[np.int64], Floats, Floats]:
+    unique, where = np.unique(steps, return_inverse=True)
+    n = unique.size
+    return unique, np.bincount(where, values, n), np.bincount(where, minlength=n).astype(np.float64)
+
+
+def _signals(directories: Sequence[Path]) -> dict[str, Series]:
+    import pyarrow as pa
+
     from foreshock.pipeline.signal_files import PLACE, read
 
-    try:
-        table = read(directory)
-    except FileNotFoundError:
+    parts = [read(d) for d in directories if any((d / "signals").glob("part-*.parquet"))]
+    if not parts:
         return {}
-    step, timeline, attempt = (table[name].to_numpy() for name in ("step", "timeline", "attempt"))
-    order = np.lexsort((timeline, attempt, step))
-    step, age = step[order], (attempt.astype(np.int64) << 32 | timeline)[order]
-    last = np.flatnonzero(np.append(step[1:] != step[:-1], True)) if step.size else step
-    order = order[age == np.repeat(age[last], np.diff(last, prepend=-1))]
+    table = pa.concat_tables(parts, promote_options="default")
+    step, timeline, attempt = (table[name].to_numpy().astype(np.int64) for name in ("step", "timeline", "attempt"))
+    age = attempt << 32 | timeline
+    order = np.lexsort((age, step))
+    last = np.flatnonzero(np.diff(step[order], append=-1))
+    rows = order[age[order] == np.repeat(age[order][last], np.diff(last, prepend=-1))]
     signals = {}
-    for name in table.column_names:
-        if name == "run" or name in PLACE:
-            continue
-        column = np.asarray(table[name].to_numpy(), np.float64)[order]
+    for name in set(table.column_names) - {"run", *PLACE}:
+        column = np.asarray(table[name].to_numpy(), np.float64)[rows]
         known = ~np.isnan(column)
-        steps, where = np.unique(table["step"].to_numpy()[order][known], return_inverse=True)
-        signals[name] = (steps, np.bincount(where, column[known], steps.size) / np.bincount(where, minlength=steps.size))
+        steps, total, n = _at_steps(step[rows][known], column[known])
+        signals[name] = (steps, total / n)
     return signals

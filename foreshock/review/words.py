@@ -105,3 +105,83 @@ def _span(interval: Any) -> str:
 
 def _actions(actions: Any) -> str:
     return " and ".join(_action(name, args or {}) for a in actions or () for name, args in a.items()) or "nothing"
+
+
+def _action(name: str, args: dict[str, Any]) -> str:
+    how = args.get("how", args.get("dtype"))
+    known = {
+        "precision_upcast": f"attention upcast to {how}" if how == "float32" else f"attention switched to {how} softmax",
+        "rollback": f"rolled back to step {args['step']}" if "step" in args else "roll back to before the onset",
+        "skip_data": f"skipped {args['batches']} batches" if "batches" in args else "skip the window's batches",
+        "lr_scale": f"learning rate scaled by {args.get('factor')}",
+        "pause": "training asked to stop",
+        "notify": "a person told",
+    }
+    return known.get(name, name.replace("_", " "))
+
+
+def _why(p: dict[str, Any]) -> str:
+    return f": {p['reason']}" if p.get("reason") else ""
+
+
+def _alarm(p: dict[str, Any]) -> str:
+    return (
+        f"{p['signal']} left its band ({p['direction']}){_layers(p['layers'])}: {p['statistic']:.3g} against a "
+        f"threshold of {p['threshold']:.3g}, {p['severity']}; the change began between {_span(p['onset'])}"
+    )
+
+
+def _diagnosis(p: dict[str, Any]) -> str:
+    behind = ", ".join(dict.fromkeys(a["signal"] for a in p["alarms"]))
+    return (
+        f"diagnosis, {p['confidence']}: {p['mechanism']}{_layers(p['layers'])}, {p['severity']}; "
+        f"began between {_span(p['onset'])}; behind it {behind}"
+    )
+
+
+def _decision(p: dict[str, Any]) -> str:
+    if p["mode"] != "enforce":
+        return f"in mode {p['mode']} nothing is done; it would have been: {_actions(p['actions'])}"
+    return f"decided under policy {p['policy']}, rung {p['rung'] + 1}: {_actions(p['actions'])}; approval {p['approval']}"
+
+
+def _point(p: dict[str, Any]) -> str:
+    saved = f"saved, {p['bytes'] / 1e6:.1f} MB in {p['seconds']:.2f} s" if p["finite"] else "not kept: it is not finite"
+    return f"recovery point before step {p['step']} {saved}"
+
+
+_SAY: dict[str, Callable[[dict[str, Any]], str]] = {
+    "attempt.started": lambda p: (
+        f"attempt {p['attempt']} began at step {p['step']} on {_count(len(p['ranks']), 'rank')}; acting mode by "
+        + ", ".join(f"{who}: {mode}" for who, mode in p["mode"].items())
+    ),
+    "policy.loaded": lambda p: f"policy {p['name']} was loaded from {p['source']}, mode {p['mode']}",
+    "alarm.opened": _alarm,
+    "alarm.closed": lambda p: f"{p['signal']} is back in its band",
+    "diagnosis": _diagnosis,
+    "diagnosis.ended": lambda p: f"the diagnosis {p['mechanism']} no longer holds",
+    "incident.opened": lambda p: f"incident {p['incident']} was opened under policy {p['policy']}",
+    "incident.state": lambda p: f"incident {p['incident']} is {p['state']}{_why(p)}",
+    "incident.tried": lambda p: (
+        f"incident {p['incident']}, rung {p['rung'] + 1} ({', '.join(p['actions'])}): {p['result']}{_why(p)}"
+    ),
+    "decision": _decision,
+    "approval.granted": lambda p: f"{p['by']} approved {p['decision']}",
+    "approval.rejected": lambda p: f"{p['by']} rejected {p['decision']}",
+    "approval.expired": lambda p: f"nobody answered for {p['decision']} in time; on expiry: {p['on_expiry']}",
+    "approval.ignored": lambda p: f"an answer by {p['by']} for {p['incident']} was ignored{_why(p)}",
+    "command.issued": lambda p: f"command {p['id']} went to all ranks: {_actions(p['actions'])}",
+    "command.applied": lambda p: f"{_count(len(p['acks']), 'rank')} applied command {p['command']} at step {p['step']}",
+    "outcome": lambda p: f"outcome of {p['command']}: {p['verdict']}{_why(p)}",
+    "verification.started": lambda p: (
+        f"verification of {p['command']} began: {_count(len(p['signals']), 'signal')} against how they stood before the fault"
+    ),
+    "recovery_point": _point,
+    "announcement": lambda p: f"the trainer announced for {p['steps']} steps from step {p['step']}: {p['text']}",
+    "human": lambda p: f"{p['who']} said: {p['verb']} {p['argument']}",
+    "outlier": lambda p: f"one outlying value of {p['signal']}; logged, nothing more",
+    "confirmation": lambda p: (
+        f"another experiment {'confirms' if p['confirms'] else 'contradicts'} {p['mechanism']}: {p['text']}"
+    ),
+    "ack.ignored": lambda p: f"rank {p['rank']} answered {p['command']} ({p['result']}), which was no longer in flight",
+}
