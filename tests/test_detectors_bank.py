@@ -132,4 +132,4 @@ def test_one_update_of_a_hundred_streams_is_quick():
         begin = time.process_time()
         detector.update(200 + i, x, latches)
         spent.append(time.process_time() - begin)
-    assert np.median(spent) < 5e-3  # a tenth of this on a quiet core
+    assert np.median(spent) < 5e-3  # wide: catches a Python loop over streams, not a busy machine

@@ -105,10 +105,9 @@ def test_the_source_probe_alone_confirms_attention_in_its_layer_within_two_sampl
     assert (first.confidence, first.layers) == ("confirmed", (1,))
     assert ONSET <= first.step <= ONSET + 8
     assert ONSET - 40 <= first.onset.early <= ONSET
-    assert detectors.verification_keys(first) == ("attention.source_t[L1]",)
-    assert detectors.reference(("attention.source_t[L1]",), first.onset.early) == {
-        "attention.source_t[L1]": (0.0, 1.0)
-    }
+    key = "attention.source_t[L1]"
+    assert detectors.verification_keys(first) == (key,)
+    assert detectors.reference([key], first.onset.early) == {key: (0.0, 1.0)}
     assert {"data", "optimizer", "numerics", "router"} == {name for name, _ in first.ruled_out}
     last = reports[-1].diagnoses[0]
     assert last.since == first.step
@@ -123,10 +122,7 @@ def test_without_the_source_probe_two_spectrum_signals_agree_on_the_layer():
     first, names = outcome(play(x, Detectors(TABLE, sources=False))[1])
     assert names == {"attention"}
     assert (first.confidence, first.layers) == ("agreeing", (0,))
-    assert first.signals == ("attention.h1", "attention.coherence") or set(first.signals) == {
-        "attention.h1",
-        "attention.coherence",
-    }
+    assert set(first.signals) == {"attention.h1", "attention.coherence"}
     assert first.onset.early <= ONSET
 
 
@@ -149,7 +145,7 @@ def test_the_absolute_rule_alone_confirms_attention():
 
 def test_a_wrong_mask_confirms_attention():
     x = run_values(end=200)
-    x[100:, columns("attention.mismatch")] = 0.4
+    shift(x, "attention.mismatch", 0.4, at=100)
     first, names = outcome(play(x)[1])
     assert (names, first.step, first.signals) == ({"attention"}, 104, ("attention.mismatch",))
 
@@ -170,9 +166,10 @@ def test_the_loss_alone_is_data_and_everything_is_learned_anew_when_it_is_over()
     detectors, reports = play(x)
     first, names = outcome(reports)
     assert names == {"data"}
-    assert reports[-1].diagnoses == ()
-    assert detectors.bank.residual.count.max() < 288  # the baselines were started again
     assert detectors.verification_keys(first) == ("symptom.loss",)
+    over = next(i for i in range(first.step + 1, 1400) if not reports[i].diagnoses)
+    again = play(x[: over + 1])[0]
+    assert again.bank.residual.count.max() == 0
 
 
 def test_the_update_before_attention_is_optimizer():
@@ -247,8 +244,8 @@ def test_a_single_outlier_is_logged_and_nothing_more():
 def test_an_announced_cause_is_not_a_fault_and_an_unannounced_one_is():
     x = run_values(end=1200)
     x[ONSET : ONSET + 50, columns("symptom.mlp_update")] *= 10
-    x[ONSET : ONSET + 50, columns("attention.h1")] -= 0.05
-    x[ONSET : ONSET + 50, columns("attention.coherence")] += 0.1
+    x[ONSET + 12 : ONSET + 50, columns("attention.h1")] -= 0.05  # the window of the updates fills slowly
+    x[ONSET + 12 : ONSET + 50, columns("attention.coherence")] += 0.1
     assert outcome(play(x)[1])[1] == {"optimizer"}
     detectors, _ = play(x[:ONSET])
     detectors.announce("schedule", ONSET, 60)
@@ -301,25 +298,14 @@ def test_ranks_may_come_and_go():
             y[columns("attention.source_bias")] = 1.6e-3
         frames = [SignalFrame.build(y, rank=r, step=step, **place) for r in ranks]
         report = detectors.update(merge(frames))
-    assert detectors.current(["symptom.loss"])["symptom.loss"][0] == pytest.approx(
-        x[-1, COLUMN["symptom.loss"]]
-    )
+    value, _ = detectors.current(["symptom.loss"])["symptom.loss"]
+    assert value == pytest.approx(x[-1, COLUMN["symptom.loss"]])
     assert report.diagnoses[0].ranks == (1,)
 
 
 def alarm(signal, step, confirms=False):
-    mechanism = signal.split(".")[0]
-    return Alarm(
-        signal,
-        mechanism,
-        step,
-        "up",
-        13.0,
-        12.0,
-        Severity.WARNING,
-        Interval(step - 9, step),
-        confirms=confirms,
-    )
+    evidence = (13.0, 12.0, Severity.WARNING, Interval(step - 9, step))
+    return Alarm(signal, signal.split(".")[0], step, "up", *evidence, confirms=confirms)
 
 
 @pytest.mark.parametrize(

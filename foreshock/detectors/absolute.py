@@ -40,8 +40,8 @@ class AbsoluteDetector(Stateful):
     """One rule on the head mean of every (layer, rank); its alarm confirms.
 
     The statistic is the mildest of the last readings in the worst layer, in the signal's own unit;
-    critical at twice the bound. `first` is the first watched step, the onset's early end where no history
-    reaches back.
+    critical at twice the bound. `first` is the first watched step. The onset is the history's, or where
+    that does not reach back far enough the `reach` of the rule.
 
     >>> from foreshock.signals import SignalKey
     >>> rule = AbsoluteDetector(HQV, [Stream(SignalKey("attention", "hqv", 0, 0), 0, -1)], first=0)
@@ -88,7 +88,6 @@ class AbsoluteDetector(Stateful):
             places = [p for p, m in zip(self._places, mildest, strict=True) if m > bound]
             layers = tuple(sorted({layer for layer, _ in places}))
             onset = dating(rule.signal, layers, rule.direction, step - rule.reach)
-            early = self.first if rule.signal == HQV.signal else max(step - rule.reach, self.first)
             return Alarm(
                 signal=rule.signal,
                 mechanism=rule.signal.split(".")[0],
@@ -97,7 +96,7 @@ class AbsoluteDetector(Stateful):
                 statistic=float(mildest.max()),
                 threshold=bound,
                 severity=severity,
-                onset=onset or Interval(early, step),
+                onset=onset or Interval(max(step - rule.reach, self.first), step),
                 layers=layers,
                 ranks=tuple(sorted({rank for _, rank in places if rank >= 0})),
                 confirms=True,

@@ -32,9 +32,9 @@ _RINGS = ("history", "references")
 class Report:
     """What one step brought: `diagnoses` are all current ones, the rest is new in this step.
 
-    `reasons` says why each of `closed` closed ("in band", "action", "relearned"); `outliers` (step, key) are
-    single innovations beyond 8 MAD; `suspects` all open alarms of deciding signals without a diagnosis;
-    `seen` signals whose evidence became significant but is immaterial.
+    `reasons` says why each of `closed` closed ("in band", "action", "relearned", "rewound"); `outliers`
+    (step, key) are single innovations beyond 8 MAD; `suspects` all open alarms of deciding signals without a
+    diagnosis; `seen` signals whose evidence became significant but is immaterial.
     """
 
     opened: tuple[Alarm, ...] = ()
@@ -146,7 +146,8 @@ class Detectors:
         self._x, score, bias, *ruled = self._read(Sheet(closed))
         self.bank.update(step, self._admitted(step, closed), self.latches)
         keys = [self.bank.streams_of[i] for i in self.bank.outliers]
-        self._outliers.extend((step, s.signal) for s in keys)
+        rivals = {LOSS, UPDATE} - set(self.latches.open)  # once in alarm, how it began is settled
+        self._outliers.extend((step, s.signal) for s in keys if s.signal in rivals)
         for rule, x in zip(self.rules, ruled, strict=True):
             rule.update(step, x, self.latches, self.bank.onset)
         was_seen = self.source.seen
@@ -198,7 +199,7 @@ class Detectors:
             memory[1] += memory[1] == 0 or not evaluated.isdisjoint(d.signals)
             dated.append(replace(d, since=memory[0], samples=memory[1]))
         confounding = {str(Mechanism.DATA), str(Mechanism.OPTIMIZER)}
-        # while data or the rate moves everything, only the two that tell these apart go on; then all learn anew
+        # while data or the rate moves everything, only the two that tell them apart go on; then all relearn
         self._confounded = bool(confounding & names)
         if confounding & set(previous) and not names:
             self._relearn()
@@ -325,10 +326,15 @@ class Detectors:
         return state
 
     def restore(self, snapshot: dict[str, Any], step: int) -> None:
-        """Rewind to a snapshot taken at `step`: its state, and our own rings up to that step."""
-        ranks, rings = self._ranks, [self.bank.history, self.bank.references, self.source.history]
+        """Rewind to a snapshot taken at `step`: its state, and our own rings up to that step.
+
+        Alarms that opened since close with reason "rewound" in the next report."""
+        ranks, before = self._ranks, list(self.latches.open.values())
+        rings = [self.bank.history, self.bank.references, self.source.history]
         self.load_state_dict(snapshot)
         self._grow(ranks)
         self.bank.history, self.bank.references, self.source.history = rings
         for ring in rings:
             ring.truncate(step)
+        kept = list(self.latches.open.values())
+        self.latches.closed += [(a, "rewound") for a in before if a not in kept]

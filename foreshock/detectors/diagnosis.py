@@ -74,7 +74,7 @@ def _build(
         Mechanism.DATA,
         Mechanism.NUMERICS,
     ):
-        if other not in (mechanism, Mechanism((reasons and next(iter(reasons))) or "unknown")):
+        if other is not mechanism and str(other) not in reasons:
             reasons[str(other)] = _reason(other, mechanism, deciding, bool(confirming))
     return Diagnosis(
         mechanism=mechanism,

@@ -15,7 +15,7 @@ CRITICAL = math.log(10.0)
 class Latches:
     """Open alarms by rule. `opened` and `closed` (alarm, reason) collect what happened since `drain`.
 
-    Reasons: "in band", "action", "relearned".
+    Reasons: "in band", "action", "relearned", "rewound".
     """
 
     def __init__(self, calm: int = 50) -> None:

@@ -1,14 +1,14 @@
 """A run as a person looks at it: losses, signals and the record as plain arrays. First stop of the review.
 
-Reads a run directory from outside, never writes to it, and hands `RunView` and `Marks` to words, figures
-and report. The record is shown even where someone edited it, so nothing here trusts a payload's shape.
+Reads a run directory from outside, never writes to it, and hands `RunView` and `Marks` to words, figures and
+report.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,116 +18,86 @@ from numpy.typing import NDArray
 from foreshock.remediation.audit import AuditRecord
 from foreshock.signals import Floats
 
-Series = tuple[NDArray[np.int64], Floats]
-"""Steps, ascending, and the values measured at them."""
+Steps = NDArray[np.int64]
+MISSHAPEN = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)
+"""What reading a payload raises where someone edited the record. It must still be shown."""
 
 
 @dataclass(frozen=True, eq=False)
 class RunView:
-    """One run as it went. The view named "clean" is what the others are compared with.
+    """One run as it went. The view named "clean" is the one that others are compared with.
 
-    `loss` float64 (N,) in nats by trainer step, NaN where there is none; `signals` by str(SignalKey);
-    `directory` is where the run's store lies, None where there is none to verify.
+    `loss` float64 (N,) in nats by trainer step, NaN where there is none; `signals` by str(SignalKey), each
+    (steps (M,) ascending, values (M,)); `directory` holds the run's store, None where there is none to verify.
     """
 
     name: str
     label: str
     loss: Floats
-    signals: dict[str, Series]
+    signals: dict[str, tuple[Steps, Floats]]
     audit: list[AuditRecord]
     directory: str | None = None
 
-    def payloads(self, kind: str) -> list[dict[str, Any]]:
-        """What was recorded under `kind`, in order."""
-        return [record.payload for record in self.audit if record.kind == kind]
+    def count(self, kind: str) -> int:
+        return sum(record.kind == kind for record in self.audit)
 
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Trainer steps of the story: true onset where known, first alarm, first action, verified recovery."""
+    """Trainer steps: true onset where known, first alarm behind the diagnosis, first action, recovery."""
 
-    onset: int | None = None
+    onset: int | None
     alarm: int | None = None
     applied: int | None = None
     verified: int | None = None
 
 
-def dig(value: Any, *path: str | int) -> Any:
-    """What lies at `path` in a payload, None where nothing does."""
-    for key in path:
-        try:
-            value = value[key]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return value
+@dataclass
+class Story:
+    """What the record tells: the diagnosis acted on (else the first), each (step, actions) applied, the rest."""
+
+    diagnosis: dict[str, Any] = field(default_factory=dict)
+    done: list[tuple[int, list[dict[str, Any]]]] = field(default_factory=list)
+    wanted: list[dict[str, Any]] = field(default_factory=list)
+    incidents: int = 0
+    outcome: str = "no verdict yet"
+    verified: int | None = None
 
 
-def many(value: Any, *path: str | int) -> list[Any]:
-    """The list at `path`, empty where there is none."""
-    found = dig(value, *path)
-    return found if isinstance(found, list) else []
+def story(view: RunView) -> Story:
+    """The record as a story; an empty one where it is misshapen.
+
+    The end of a verification is recorded in attempted steps. The trainer's step follows from the step of the
+    action, or of the point that a rollback went back to.
+    """
+    try:
+        return _story(view.audit)
+    except MISSHAPEN:
+        return Story()
 
 
-def number(value: Any, *path: str | int) -> int | None:
-    """The whole number at `path`, or None."""
-    found = dig(value, *path)
-    return int(found) if isinstance(found, (int, float)) and abs(found) < 2**53 else None
-
-
-def commands(view: RunView) -> list[tuple[int | None, dict[str, Any]]]:
-    """(step, command as issued) of each one that all ranks applied, in order."""
-    issued = {str(c.get("id")): c for c in view.payloads("command.issued")}
-    return [(number(p, "step"), issued.get(str(p.get("command")), {})) for p in view.payloads("command.applied")]
-
-
-def diagnosis(view: RunView) -> dict[str, Any]:
-    """The diagnosis that was acted on, else the first one; {} where there is none."""
-    incident = dig(commands(view), 0, 1, "incident")
-    acted = [p.get("diagnosis") for p in view.payloads("incident.opened") if p.get("incident") == incident]
-    found = dig(acted, 0) or dig(view.payloads("diagnosis"), 0)
-    return found if isinstance(found, dict) else {}
+def marks(view: RunView, onset: int | None = None) -> Marks:
+    """Where to draw a line through the pictures of this run."""
+    told = story(view)
+    alarms = [int(alarm["step"]) for alarm in told.diagnosis.get("alarms", ())]
+    return Marks(onset, min(alarms, default=None), told.done[0][0] if told.done else None, told.verified)
 
 
 def subject(views: Sequence[RunView]) -> RunView:
     """The run that the story is about: the last one acted on, else diagnosed, else the last."""
-    return max(enumerate(views), key=lambda v: (bool(commands(v[1])), bool(diagnosis(v[1])), v[0]))[1]
+    told = [story(view) for view in views]
+    return views[max(range(len(views)), key=lambda i: (bool(told[i].done), bool(told[i].diagnosis), i))]
 
 
-def marks(view: RunView, onset: int | None = None) -> Marks:
-    """Alarm: the first one behind `diagnosis(view)`. Applied: the first action.
-
-    Verified: where an incident was closed as recovered. The record counts that in attempted steps; the
-    trainer's step follows from the step of the last action, or of the point that a rollback went back to.
-    """
-    alarms = [s for a in many(diagnosis(view), "alarms") if (s := number(a, "step")) is not None]
-    done = commands(view)
-    verified = began = None
-    nth = -1
-    for record in view.audit:
-        clock, state = number(record.payload, "clock"), record.payload.get("state")
-        nth += record.kind == "command.applied"
-        if record.kind == "incident.state" and state == "verifying":
-            began = clock
-        elif record.kind == "incident.state" and state == "recovered" and began is not None and nth >= 0:
-            back = [s for a in many(done[nth][1], "actions") if (s := number(a, "rollback", "step")) is not None]
-            here = back[0] - 1 if back else done[nth][0]
-            verified = None if here is None or clock is None else here + clock - began
-            break
-    return Marks(onset, min(alarms, default=None), done[0][0] if done else None, verified)
-
-
-def by_layer(view: RunView, signal: str) -> dict[int, tuple[NDArray[np.int64], Floats, Floats]]:
+def by_layer(view: RunView, signal: str) -> dict[int, tuple[Steps, Floats, Floats]]:
     """Per layer: steps, and over the heads measured at each of them the sum and the number of values."""
-    heads: dict[int, list[Series]] = {}
+    heads: dict[int, list[tuple[Steps, Floats]]] = {}
     for name, series in view.signals.items():
         stem, _, place = name.partition("[L")
         layer = place.rstrip("]").partition(".")[0]
         if stem == signal and layer.isdecimal():
             heads.setdefault(int(layer), []).append(series)
-    return {
-        layer: _at_steps(np.concatenate([s for s, _ in parts]), np.concatenate([v for _, v in parts]))
-        for layer, parts in sorted(heads.items())
-    }
+    return {n: _pool(*map(np.concatenate, zip(*heads[n], strict=True))) for n in sorted(heads)}
 
 
 def from_run(
@@ -135,9 +105,9 @@ def from_run(
 ) -> RunView:
     """Read one run's directory. `losses` (N,) in nats by step; default: the signal `symptom.loss`.
 
-    `before` is the run that this one was forked from, whose signals lead up to it. Where a step ran twice, the
-    newest attempt and timeline count; values of several ranks are averaged. Raises
-    foreshock.pipeline.store.StoreError where there is no readable record.
+    `before` is the run that this one was forked from, whose signals lead up to it. Where a step ran twice,
+    the newest attempt and timeline count; values of several ranks are averaged.
+    Raises foreshock.pipeline.store.StoreError where there is no readable record.
     """
     from foreshock.pipeline.store import RunStore
 
@@ -151,13 +121,44 @@ def from_run(
     return RunView(name, label, np.asarray(losses, np.float64), signals, audit, str(directory))
 
 
-def _at_steps(steps: NDArray[np.int64], values: Floats) -> tuple[NDArray[np.int64], Floats, Floats]:
-    unique, where = np.unique(steps, return_inverse=True)
-    n = unique.size
-    return unique, np.bincount(where, values, n), np.bincount(where, minlength=n).astype(np.float64)
+def _story(audit: Sequence[AuditRecord]) -> Story:
+    told, began, acted = Story(), 0, ""
+    issued: dict[str, dict[str, Any]] = {}
+    opened: dict[str, dict[str, Any]] = {}
+    for record in audit:
+        p = record.payload
+        if record.kind == "diagnosis":
+            told.diagnosis = told.diagnosis or p
+        elif record.kind == "incident.opened":
+            opened[p["incident"]] = p["diagnosis"]
+        elif record.kind == "decision":
+            told.wanted = told.wanted or p["actions"]
+        elif record.kind == "command.issued":
+            issued[p["id"]] = p
+        elif record.kind == "command.applied":
+            command = issued[p["command"]]
+            told.done.append((int(p["step"]), command["actions"]))
+            acted = acted or command["incident"]
+        elif record.kind == "outcome":
+            told.outcome = str(p["verdict"])
+        elif record.kind == "incident.state" and p["state"] == "verifying":
+            began = int(p["clock"])
+        elif record.kind == "incident.state" and p["state"] == "recovered" and told.verified is None:
+            step, actions = told.done[-1]
+            point = next((a["rollback"]["step"] - 1 for a in actions if "rollback" in a), step)
+            told.verified = int(point) + int(p["clock"]) - began
+    told.diagnosis, told.incidents = opened.get(acted) or told.diagnosis, len(opened)
+    return told
 
 
-def _signals(directories: Sequence[Path]) -> dict[str, Series]:
+def _pool(steps: Steps, values: Floats) -> tuple[Steps, Floats, Floats]:
+    """Distinct steps, and at each of them the sum and the number of values."""
+    distinct, where = np.unique(steps, return_inverse=True)
+    total, number = np.bincount(where, values, distinct.size), np.bincount(where, minlength=distinct.size)
+    return distinct, total.astype(np.float64), number.astype(np.float64)
+
+
+def _signals(directories: Sequence[Path]) -> dict[str, tuple[Steps, Floats]]:
     import pyarrow as pa
 
     from foreshock.pipeline.signal_files import PLACE, read
@@ -166,15 +167,15 @@ def _signals(directories: Sequence[Path]) -> dict[str, Series]:
     if not parts:
         return {}
     table = pa.concat_tables(parts, promote_options="default")
-    step, timeline, attempt = (table[name].to_numpy().astype(np.int64) for name in ("step", "timeline", "attempt"))
-    age = attempt << 32 | timeline
-    order = np.lexsort((age, step))
-    last = np.flatnonzero(np.diff(step[order], append=-1))
-    rows = order[age[order] == np.repeat(age[order][last], np.diff(last, prepend=-1))]
+    step, age = (table[name].to_numpy().astype(np.int64) for name in ("step", "timeline"))
+    age += table["attempt"].to_numpy().astype(np.int64) << 32
+    newest = np.zeros(int(step.max()) + 1, np.int64)
+    np.maximum.at(newest, step, age)
+    kept = age == newest[step]
     signals = {}
     for name in set(table.column_names) - {"run", *PLACE}:
-        column = np.asarray(table[name].to_numpy(), np.float64)[rows]
-        known = ~np.isnan(column)
-        steps, total, n = _at_steps(step[rows][known], column[known])
-        signals[name] = (steps, total / n)
+        column = np.asarray(table[name].to_numpy(), np.float64)
+        known = kept & ~np.isnan(column)
+        steps, total, number = _pool(step[known], column[known])
+        signals[name] = (steps, total / number)
     return signals

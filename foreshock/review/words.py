@@ -1,57 +1,75 @@
 """The record in plain words: one sentence a record, and one for the whole run. Second stop of the review.
 
 Reads payloads as `foreshock.pipeline.hub` and `foreshock.policies.engine` write them. What it returns is plain
-text from an untrusted record: whoever shows it, escapes it.
+text from an untrusted record: who shows it, escapes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from foreshock.remediation.audit import AuditRecord
-from foreshock.review.views import RunView, commands, diagnosis, dig, many, marks, number, subject
+from foreshock.review.views import MISSHAPEN, RunView, Story, story, subject
 from foreshock.signals import Floats
 
 TAIL = 50
 """Steps over which a final loss is averaged."""
 
+SENTENCES = {
+    "attempt.started": "Attempt {attempt} began at step {step}; acting mode by {mode}",
+    "policy.loaded": "Policy {name} was loaded from {source}, mode {mode}",
+    "alarm.opened": "The signal {signal} left its band ({direction}){layers}: {statistic} against a threshold "
+    "of {threshold}, {severity}; the change began between steps {onset}",
+    "alarm.closed": "The signal {signal} is back in its band",
+    "diagnosis": "Diagnosis, {confidence}: {mechanism}{layers}, {severity}; it began between steps {onset}; "
+    "behind it {alarms}",
+    "diagnosis.ended": "The diagnosis {mechanism} no longer holds",
+    "incident.opened": "Incident {incident} was opened under policy {policy}",
+    "incident.state": "Incident {incident} is now {state}{reason}",
+    "incident.tried": "Incident {incident}, rung {rung} ({actions}): {result}{reason}",
+    "decision": "Decision {id} in mode {mode} (only enforce acts), approval {approval}: {actions}",
+    "approval.granted": "{by} approved {decision}",
+    "approval.rejected": "{by} rejected {decision}",
+    "approval.expired": "Nobody answered for {decision} in time; on expiry: {on_expiry}",
+    "approval.ignored": "An answer by {by} for {incident} was ignored{reason}",
+    "command.issued": "Command {id} went to all ranks: {actions}",
+    "command.applied": "All ranks applied command {command} at step {step}",
+    "outcome": "Outcome of command {command}: {verdict}{reason}",
+    "verification.started": "Verification of command {command} began, against the signals before the fault",
+    "recovery_point": "Recovery point before step {step}: {bytes:,} bytes in {seconds:.2f} s, finite: {finite}",
+    "announcement": "The trainer announced for {steps} steps from step {step}: {text}",
+    "human": "{who} said: {verb} {argument}",
+    "outlier": "One outlying value of {signal}; logged, nothing more",
+    "confirmation": "Another experiment on {mechanism}, confirms: {confirms}; {text}",
+    "ack.ignored": "Rank {rank} answered {result} to {command}, which was no longer in flight",
+}
+
 
 def say(record: AuditRecord) -> str:
-    """One sentence for one record; the kind itself where it is unknown or its payload is not what it should be."""
+    """One sentence for one record; its kind where that is unknown, or the payload not what it should be."""
     try:
-        text = " ".join(_SAY[record.kind](record.payload).split())
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError):
-        return record.kind
-    return text[0].upper() + text[1:] + "."
+        p = record.payload
+        shown = {name: _SHOWN[name](p[name]) for name in _SHOWN.keys() & p.keys()}
+        return " ".join(SENTENCES[record.kind].format_map({**p, **shown}).split()) + "."
+    except MISSHAPEN:
+        return str(record.kind)
 
 
 def verdict(views: Sequence[RunView], onset: int | None) -> str:
-    """What happened, in one sentence: illness, diagnosis, action, recovery, cost."""
+    """What happened, in one sentence: illness, diagnosis, action, recovery, and what it cost."""
     view = subject(views)
-    found, seen = diagnosis(view), marks(view, onset)
-    if not found:
-        alarms = len(view.payloads("alarm.opened"))
-        head = f"No diagnosis in {int(np.isfinite(view.loss).sum()):,} steps; " + (
-            f"{_count(alarms, 'alarm')}, none of which became one" if alarms else "no alarm"
-        )
-        return "; ".join([head, *_ends(views, view)]) + "."
-    mechanism = str(found.get("mechanism"))
-    who = f"The {mechanism}" if mechanism in _NAMED else "Something that matches no known mechanism"
-    ill = "fell ill" if mechanism in ("attention", "router") else "went wrong"
-    when = f"at step {onset}" if onset is not None else f"between steps {_span(found.get('onset'))} (estimated)"
-    parts = [f"{who}{_layers(found.get('layers'), ' of ')} {ill} {when}", f"diagnosed at {found.get('step')}"]
-    parts += [f"{_actions(c.get('actions'))} at {step}" for step, c in commands(view)]
-    if seen.verified is not None:
-        parts.append(f"recovered at {seen.verified}")
-    elif seen.applied is not None:
-        parts.append(f"not verified as recovered ({dig(view.payloads('outcome'), -1, 'verdict') or 'no verdict yet'})")
-    else:
-        wanted = dig(view.payloads("decision"), 0, "actions")
-        parts.append(f"nothing was done (the policy would have: {_actions(wanted)})" if wanted else "nothing was done")
-    return "; ".join([*parts, *_ends(views, view)]) + "."
+    try:
+        parts = _course(view, story(view), onset)
+    except MISSHAPEN:
+        parts = ["The record is misshapen"]
+    if (own := excess(view, views)) is not None:
+        parts.append(f"final loss {_gap(own)} the clean run")
+    others = [(v, gap) for v in views if v is not view and (gap := excess(v, views)) is not None]
+    parts += [f"{'untreated' if v.name == 'unprotected' else v.label} {_gap(gap)}" for v, gap in others]
+    return "; ".join(parts) + "."
 
 
 def final(view: RunView) -> float:
@@ -60,128 +78,93 @@ def final(view: RunView) -> float:
     return float(known.mean()) if known.size else float("nan")
 
 
-def above(view: RunView, other: RunView) -> Floats:
-    """Loss above another run's in nats, step by step (N,), as far as both go."""
-    n = min(view.loss.size, other.loss.size)
-    both = np.isfinite(view.loss[:n]) & np.isfinite(other.loss[:n])
-    return np.where(both, np.where(both, view.loss[:n], 0) - np.where(both, other.loss[:n], 0), np.nan)
+def above(view: RunView, views: Sequence[RunView]) -> Floats | None:
+    """Loss above the clean run in nats, by step as far as both go; None without a clean run or for itself."""
+    clean = next((v for v in views if v.name == "clean"), view)
+    n = min(view.loss.size, clean.loss.size)
+    a, b = view.loss[:n], clean.loss[:n]
+    both = np.isfinite(a) & np.isfinite(b)
+    return None if clean is view else np.subtract(a, b, out=np.full(n, np.nan), where=both)
 
 
 def excess(view: RunView, views: Sequence[RunView]) -> float | None:
-    """Final loss above the clean run over the same steps; None without a clean run or for itself."""
-    clean = next((v for v in views if v.name == "clean"), view)
-    gap = above(view, clean)
-    gap = gap[np.isfinite(gap)][-TAIL:]
-    return float(gap.mean()) if clean is not view and gap.size else None
+    """Mean of `above` over its last `TAIL` steps; None where there is nothing to compare."""
+    gap = above(view, views)
+    known = gap[np.isfinite(gap)][-TAIL:] if gap is not None else np.zeros(0)
+    return float(known.mean()) if known.size else None
 
 
-def _ends(views: Sequence[RunView], view: RunView) -> Iterable[str]:
-    if (own := excess(view, views)) is not None:
-        yield f"final loss {_gap(own)} the clean run"
-    for other in views:
-        if other is not view and (gap := excess(other, views)) is not None:
-            yield f"{'untreated' if other.name == 'unprotected' else other.label} {_gap(gap)}"
+def _course(view: RunView, told: Story, onset: int | None) -> list[str]:
+    found = told.diagnosis
+    if not found:
+        n = view.count("alarm.opened")
+        return [
+            f"No diagnosis in {np.isfinite(view.loss).sum():,} steps",
+            f"alarms: {n}" if n else "no alarm",
+        ]
+    mechanism = str(found["mechanism"])
+    who = "Something without a known mechanism" if mechanism == "unknown" else f"The {mechanism}"
+    ill = "fell ill" if mechanism in ("attention", "router") else "went wrong"
+    when = f"at step {onset}" if onset is not None else f"between steps {_span(found['onset'])}, as estimated"
+    place = _layers(found["layers"]).replace(" in ", " of ")
+    parts = [f"{who}{place} {ill} {when}", f"diagnosed at {found['step']}"]
+    parts += [f"{_actions(actions)} at {step}" for step, actions in told.done]
+    if told.verified is not None:
+        parts.append(f"recovered at {told.verified}")
+    elif told.done:
+        parts.append(f"recovery not verified ({told.outcome})")
+    else:
+        parts.append(
+            "nothing was done" + (f" (it would have been: {_actions(told.wanted)})" if told.wanted else "")
+        )
+    return parts + ([f"{told.incidents} incidents in all"] if told.incidents > 1 else [])
 
 
 def _gap(nats: float) -> str:
     return f"{abs(nats):.3f} {'above' if nats >= 0 else 'below'}"
 
 
-def _count(n: int, noun: str) -> str:
-    return f"{n} {noun}" + "s" * (n != 1)
+def _layers(layers: list[int]) -> str:
+    names = [str(layer) for layer in layers]
+    listed = " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+    return f" in layer{'s' * (len(names) > 1)} {listed}" if names else ""
 
 
-def _layers(layers: Any, before: str = " in ") -> str:
-    names = [str(x) for x in layers or ()]
-    if not names:
-        return ""
-    listed = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
-    return f"{before}layer{'s' * (len(names) > 1)} {listed}"
+def _span(interval: list[int]) -> str:
+    return f"{interval[0]} and {interval[1]}"
 
 
-def _span(interval: Any) -> str:
-    return f"{dig(interval, 0)} and {dig(interval, 1)}"
+def _actions(actions: list[Any]) -> str:
+    pairs = (pair for a in actions for pair in (a.items() if isinstance(a, dict) else [(a, {})]))
+    return " and ".join(_action(name, given) for name, given in pairs)
 
 
-def _actions(actions: Any) -> str:
-    return " and ".join(_action(name, args or {}) for a in actions or () for name, args in a.items()) or "nothing"
-
-
-def _action(name: str, args: dict[str, Any]) -> str:
-    how = args.get("how", args.get("dtype"))
+def _action(name: str, given: dict[str, Any]) -> str:
+    how = {"float32": "upcast to float32", "stabilised": "given the stabilised softmax"}
     known = {
-        "precision_upcast": f"attention upcast to {how}" if how == "float32" else f"attention switched to {how} softmax",
-        "rollback": f"rolled back to step {args['step']}" if "step" in args else "roll back to before the onset",
-        "skip_data": f"skipped {args['batches']} batches" if "batches" in args else "skip the window's batches",
-        "lr_scale": f"learning rate scaled by {args.get('factor')}",
+        "precision_upcast": f"attention {how.get(given.get('how', given.get('dtype', '')), 'upcast')}",
+        "rollback": f"rolled back to {'step {step}'.format_map(given) if 'step' in given else 'before the onset'}",
+        "skip_data": f"{given.get('batches', 'some')} batches skipped",
+        "lr_scale": f"learning rate scaled by {given.get('factor', 'a factor')}",
         "pause": "training asked to stop",
-        "notify": "a person told",
+        "notify": "people told",
     }
-    return known.get(name, name.replace("_", " "))
+    return known.get(name) or name.replace("_", " ")
 
 
-def _why(p: dict[str, Any]) -> str:
-    return f": {p['reason']}" if p.get("reason") else ""
+def _short(x: Any) -> str:
+    return f"{x:.3g}" if isinstance(x, float) else str(x)
 
 
-def _alarm(p: dict[str, Any]) -> str:
-    return (
-        f"{p['signal']} left its band ({p['direction']}){_layers(p['layers'])}: {p['statistic']:.3g} against a "
-        f"threshold of {p['threshold']:.3g}, {p['severity']}; the change began between {_span(p['onset'])}"
-    )
-
-
-def _diagnosis(p: dict[str, Any]) -> str:
-    behind = ", ".join(dict.fromkeys(a["signal"] for a in p["alarms"]))
-    return (
-        f"diagnosis, {p['confidence']}: {p['mechanism']}{_layers(p['layers'])}, {p['severity']}; "
-        f"began between {_span(p['onset'])}; behind it {behind}"
-    )
-
-
-def _decision(p: dict[str, Any]) -> str:
-    if p["mode"] != "enforce":
-        return f"in mode {p['mode']} nothing is done; it would have been: {_actions(p['actions'])}"
-    return f"decided under policy {p['policy']}, rung {p['rung'] + 1}: {_actions(p['actions'])}; approval {p['approval']}"
-
-
-def _point(p: dict[str, Any]) -> str:
-    saved = f"saved, {p['bytes'] / 1e6:.1f} MB in {p['seconds']:.2f} s" if p["finite"] else "not kept: it is not finite"
-    return f"recovery point before step {p['step']} {saved}"
-
-
-_SAY: dict[str, Callable[[dict[str, Any]], str]] = {
-    "attempt.started": lambda p: (
-        f"attempt {p['attempt']} began at step {p['step']} on {_count(len(p['ranks']), 'rank')}; acting mode by "
-        + ", ".join(f"{who}: {mode}" for who, mode in p["mode"].items())
-    ),
-    "policy.loaded": lambda p: f"policy {p['name']} was loaded from {p['source']}, mode {p['mode']}",
-    "alarm.opened": _alarm,
-    "alarm.closed": lambda p: f"{p['signal']} is back in its band",
-    "diagnosis": _diagnosis,
-    "diagnosis.ended": lambda p: f"the diagnosis {p['mechanism']} no longer holds",
-    "incident.opened": lambda p: f"incident {p['incident']} was opened under policy {p['policy']}",
-    "incident.state": lambda p: f"incident {p['incident']} is {p['state']}{_why(p)}",
-    "incident.tried": lambda p: (
-        f"incident {p['incident']}, rung {p['rung'] + 1} ({', '.join(p['actions'])}): {p['result']}{_why(p)}"
-    ),
-    "decision": _decision,
-    "approval.granted": lambda p: f"{p['by']} approved {p['decision']}",
-    "approval.rejected": lambda p: f"{p['by']} rejected {p['decision']}",
-    "approval.expired": lambda p: f"nobody answered for {p['decision']} in time; on expiry: {p['on_expiry']}",
-    "approval.ignored": lambda p: f"an answer by {p['by']} for {p['incident']} was ignored{_why(p)}",
-    "command.issued": lambda p: f"command {p['id']} went to all ranks: {_actions(p['actions'])}",
-    "command.applied": lambda p: f"{_count(len(p['acks']), 'rank')} applied command {p['command']} at step {p['step']}",
-    "outcome": lambda p: f"outcome of {p['command']}: {p['verdict']}{_why(p)}",
-    "verification.started": lambda p: (
-        f"verification of {p['command']} began: {_count(len(p['signals']), 'signal')} against how they stood before the fault"
-    ),
-    "recovery_point": _point,
-    "announcement": lambda p: f"the trainer announced for {p['steps']} steps from step {p['step']}: {p['text']}",
-    "human": lambda p: f"{p['who']} said: {p['verb']} {p['argument']}",
-    "outlier": lambda p: f"one outlying value of {p['signal']}; logged, nothing more",
-    "confirmation": lambda p: (
-        f"another experiment {'confirms' if p['confirms'] else 'contradicts'} {p['mechanism']}: {p['text']}"
-    ),
-    "ack.ignored": lambda p: f"rank {p['rank']} answered {p['command']} ({p['result']}), which was no longer in flight",
+_SHOWN: dict[str, Callable[[Any], Any]] = {
+    "layers": _layers,
+    "onset": _span,
+    "actions": _actions,
+    "statistic": _short,
+    "threshold": _short,
+    "reason": lambda reason: f": {reason}" if reason else "",
+    "alarms": lambda alarms: ", ".join(dict.fromkeys(alarm["signal"] for alarm in alarms)),
+    "mode": lambda mode: ", ".join(f"{k} {v}" for k, v in mode.items()) if isinstance(mode, dict) else mode,
+    "rung": lambda rung: rung + 1,
 }
+"""How a payload's field reads in a sentence, where not as it stands."""
