@@ -147,10 +147,11 @@ def healed(facts: Mapping[str, Any]) -> bool:
     return bool(close and facts["diagnosis"] == "attention" and facts["verdict"] == "recovered" and facts["audit_verified"])
 
 
-def budget(directory: Path) -> Any:
-    """The false-alarm budget that the run's detectors could state at the end of `directory`."""
+def budget(directory: Path) -> dict[str, Any] | None:
+    """What the run's detectors could honestly state at the end of `directory`; None below 50 samples."""
     with RunStore.open_readonly(directory) as store:
-        return json.loads(store.get_meta("status") or "{}").get("budget_held")
+        held = json.loads(store.get_meta("status") or "{}").get("budget_held")
+    return None if held is None else {"p_false_alarm_in_1000_samples_a_stream": held, "provisional": True}
 
 
 def experiment(

@@ -26,17 +26,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-INK, MUTED, RULE, GREY, BLUE, ORANGE, GREEN, PURPLE = (
-    "#1f2328", "#59636e", "#d0d7de", "#6e7781", "#0969da", "#bc4c00", "#1a7f37", "#8250df"
-)  # fmt: skip
-PAINT = {INK: "ink", MUTED: "muted", RULE: "rule", GREY: "grey", BLUE: "blue", ORANGE: "orange", GREEN: "green",
-         PURPLE: "purple"}  # fmt: skip
+INK, MUTED, RULE, GREY = "#1f2328", "#59636e", "#d0d7de", "#6e7781"
+BLUE, ORANGE, GREEN, PURPLE = "#0969da", "#bc4c00", "#1a7f37", "#8250df"
+NAMES = ("ink", "muted", "rule", "grey", "blue", "orange", "green", "purple")
+PAINT = dict(zip((INK, MUTED, RULE, GREY, BLUE, ORANGE, GREEN, PURPLE), NAMES, strict=True))
 """Each colour's variable in page.css."""
 WINDOW = 10
 """Steps over which losses are smoothed: a trailing mean, so that nothing shows before it happened."""
-TOP, GAP, BOTTOM, LEFT, RIGHT = 0.45, 0.42, 0.5, 0.62, 1.5
-"""Margins of a figure and between its panels, in inches; a mark's label needs `ROW` above the first panel."""
-ROW = 0.2
+HEAD, GAP, FOOT, LEFT, RIGHT, ROW = 0.45, 0.42, 0.5, 0.62, 1.5, 0.2
+"""Inches: above, between and below the panels, beside them, and what the label of a mark takes in height."""
 
 
 @dataclass
@@ -63,13 +61,7 @@ def losses(views: Sequence[RunView], onset: int | None) -> Figure:
 
 def signals(views: Sequence[RunView], onset: int | None) -> Figure | None:
     """The source probe's score, h1, hqv and the gradient norm; None where none of them was measured."""
-    norms = [
-        (i, *view.signals.get("symptom.grad_norm", (np.zeros(0), np.zeros(0))))
-        for i, view in enumerate(views)
-    ]
-    curves = [(i, steps, smooth(np.where(x > 0, x, np.nan))) for i, steps, x in norms if (x > 0).any()]
-    norm = Panel(f"Gradient norm, mean of {WINDOW} values, logarithmic", curves, log=True)
-    panels = [_score(views), _lowest(views, "h1"), _lowest(views, "hqv", -0.10), norm]
+    panels = [_score(views), _lowest(views, "h1"), _lowest(views, "hqv", -0.10), _norm(views)]
     return _draw(panels, views, onset, 8.8) if any(panel.curves for panel in panels) else None
 
 
@@ -127,17 +119,27 @@ def _score(views: Sequence[RunView]) -> Panel:
 
 
 def _lowest(views: Sequence[RunView], name: str, *limit: float) -> Panel:
-    what = {"h1": "Entropy of the QK update, h1", "hqv": "Entropy of the Q update less that of V, hqv"}[name]
+    title = {
+        "h1": "Entropy of the QK update, h1, lowest layer",
+        "hqv": "Entropy of the Q update less that of V, hqv, lowest layer; dashed: alarm",
+    }
     curves = []
     for i, view in enumerate(views):
-        lowest: dict[int, float] = {}
-        for steps, total, number in by_layer(view, f"attention.{name}").values():
-            for step, mean in zip(steps.tolist(), (total / number).tolist(), strict=True):
-                lowest[step] = min(mean, lowest.get(step, mean))
-        if lowest:
-            steps = np.array(sorted(lowest))
-            curves.append((i, steps, np.array([lowest[step] for step in steps])))
-    return Panel(f"{what}, lowest layer", curves, limit=limit)
+        layers = [
+            (steps, total / number) for steps, total, number in by_layer(view, f"attention.{name}").values()
+        ]
+        if layers:
+            steps, where = np.unique(np.concatenate([s for s, _ in layers]), return_inverse=True)
+            lowest = np.full(steps.size, np.inf)
+            np.minimum.at(lowest, where, np.concatenate([means for _, means in layers]))
+            curves.append((i, steps, lowest))
+    return Panel(title[name], curves, limit=limit)
+
+
+def _norm(views: Sequence[RunView]) -> Panel:
+    norms = [(i, *view.signals.get("symptom.grad_norm", ((), np.zeros(0)))) for i, view in enumerate(views)]
+    curves = [(i, np.asarray(s), smooth(np.where(x > 0, x, np.nan))) for i, s, x in norms if (x > 0).any()]
+    return Panel(f"Gradient norm, mean of {WINDOW} values, logarithmic", curves, log=True)
 
 
 def _draw(
@@ -152,14 +154,14 @@ def _draw(
     panels = [panel for panel in panels if panel.curves]
     end = max(1, *(view.loss.size for view in views))
     flags = _flags(views, onset, end / (width - LEFT - RIGHT))
-    head = TOP + ROW * max((row + 1 for *_, row in flags), default=0)
-    above, gaps = 0.3 * len(title), GAP * (len(panels) - 1)
-    height = above + head + sum(panel.height for panel in panels) + gaps + BOTTOM
+    head = HEAD + ROW * max((row + 1 for *_, row in flags), default=0)
+    said, gaps = 0.3 * len(title), GAP * (len(panels) - 1)
+    height = said + head + sum(panel.height for panel in panels) + gaps + FOOT
     figure = Figure((width, height), facecolor="white")
     figure.text(
         LEFT / width, 1 - 0.2 / height, "\n".join(title), va="top", color=INK, size=12, parse_math=False
     )
-    y = height - above - head + GAP
+    y = height - said - head + GAP
     for panel in panels:
         y -= panel.height + GAP
         box = (LEFT / width, y / height, 1 - (LEFT + RIGHT) / width, panel.height / height)
@@ -167,34 +169,31 @@ def _draw(
             box, xlim=(0, end), ylim=_span(panel, end), yscale="log" if panel.log else "linear"
         )
         _curves(axes, panel, views)
-        _style(axes, panel, panel is panels[-1])
-        first = panel is panels[0]
-        for step, label, row in flags:
-            lift = 1 + ROW * (row + 1) / panel.height if first else 1.0
-            dots = (0, (1, 1.5)) if label.startswith("onset") else "-"
-            over = axes.get_xaxis_transform()
-            axes.plot(
-                [step, step], [0, lift], transform=over, color=MUTED, lw=0.9, ls=dots, zorder=1, clip_on=False
-            )
-            if first:
-                axes.annotate(label, (step, lift), (3, -9), over, "offset points", color=INK, size=9)
-        lift = 72 * (head - 0.3) if first else 6
-        axes.annotate(
-            panel.title,
-            (0, 1),
-            (0, lift),
-            "axes fraction",
-            "offset points",
-            color=INK,
-            size=9.5,
-            weight="bold",
+        _style(axes, panel)
+        for step, label, _ in flags:
+            axes.axvline(step, color=MUTED, lw=0.9, ls=":" if label.startswith("onset") else "-", zorder=1)
+    first, last = figure.axes[0], figure.axes[-1]
+    for axes, panel in zip(figure.axes, panels, strict=True):
+        lift = 72 * (head - 0.3) if axes is first else 6
+        _note(axes, panel.title, (0, 1), (0, lift), color=INK, size=9.5, weight="bold")
+    for step, label, row in flags:
+        top = 1 + ROW * (row + 1) / panels[0].height
+        first.plot(
+            [step, step], [1, top], transform=first.get_xaxis_transform(), color=MUTED, lw=0.9, clip_on=False
         )
-    _name(figure.axes[0], panels[0], views)
+        _note(first, label, (step / end, top), (3, -9), color=INK, size=9)
+    _name(first, panels[0], views)
+    last.tick_params(labelbottom=True)
+    last.set_xlabel("trainer step", color=MUTED, size=9)
     return figure
 
 
+def _note(axes: Axes, text: str, at: tuple[float, float], shift: tuple[float, float], **look: Any) -> None:
+    axes.annotate(text, at, shift, "axes fraction", "offset points", parse_math=False, **look)
+
+
 def _flags(views: Sequence[RunView], onset: int | None, inch: float) -> list[tuple[int, str, int]]:
-    """(step, label, row) of each mark, `inch` steps wide. Rows rise to the left: no line runs through a label."""
+    """(step, label, row) of each mark, an inch being `inch` steps. Rows rise to the left, clear of all lines."""
     seen = marks(subject(views), onset)
     words = (
         ("recovered", seen.verified),
@@ -227,7 +226,7 @@ def _curves(axes: Axes, panel: Panel, views: Sequence[RunView]) -> None:
     for i, steps, values in panel.curves:
         paint, clean = colour(views, i), views[i].name == "clean"
         if panel.raw:
-            axes.plot(steps, _drawable(views[i].loss), color=paint, lw=0.5, alpha=0.3)
+            axes.plot(steps, _drawable(views[i].loss), color=paint, lw=0.5, alpha=0.2)
         # the clean run lies broad and pale under the others, which ride on it while they are well
         wide, alpha = (3.2, 0.5) if clean and not panel.band else (1.2, 1.0)
         axes.plot(steps, _drawable(values), color=paint, lw=wide, alpha=alpha, zorder=2 if clean else 3)
@@ -237,22 +236,21 @@ def _drawable(values: Floats) -> Floats:
     return np.where(np.isfinite(values), values, np.nan)
 
 
-def _style(axes: Axes, panel: Panel, lowest: bool) -> None:
+def _style(axes: Axes, panel: Panel) -> None:
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if panel.log else MaxNLocator(4))
-    axes.yaxis.set_minor_locator(NullLocator())
     if panel.log:
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    else:
+        axes.yaxis.set_major_locator(MaxNLocator(4))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    axes.tick_params(labelsize=9, labelcolor=MUTED, color=RULE, labelbottom=lowest)
+    axes.tick_params(labelsize=9, labelcolor=MUTED, color=RULE, labelbottom=False)
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="y", color=RULE, lw=0.5)
-    axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(RULE)
-    if lowest:
-        axes.set_xlabel("trainer step", color=MUTED, size=9)
 
 
 def _name(axes: Axes, panel: Panel, views: Sequence[RunView]) -> None:
@@ -262,10 +260,7 @@ def _name(axes: Axes, panel: Panel, views: Sequence[RunView]) -> None:
     at = -1.0
     for i, value in sorted(ends.items(), key=lambda end: float(end[1])):
         at = max(at + ROW / panel.height, min(float((value - low) / (high - low)), 1.0))
-        axes.annotate(
-            views[i].label, (1, at), (6, 0), "axes fraction", "offset points",
-            color=colour(views, i), size=9.5, va="center", parse_math=False,
-        )  # fmt: skip
+        _note(axes, views[i].label, (1, at), (6, 0), color=colour(views, i), size=9.5, va="center")
 
 
 def _save(figure: Figure, out: Any, **options: Any) -> None:

@@ -9,25 +9,28 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from datetime import UTC, datetime
 from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from foreshock import __version__
 from foreshock.remediation.audit import AuditRecord, Verdict, verify
 from foreshock.review import figures
-from foreshock.review.views import RunView, story, subject
+from foreshock.review.views import MISSHAPEN, RunView, story, subject
 from foreshock.review.words import TAIL, excess, final, say, verdict
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 NOISE = ("recovery_point", "outlier")
 """Kinds of which a stretch is folded into one row."""
-VERSIONS = ("foreshock", "torch", "numpy", "river", "matplotlib")
 
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
@@ -48,14 +51,18 @@ PAGE = """<!doctype html>
 """
 
 
+class Html(str):
+    """Text that is markup already; any other is escaped."""
+
+
 def write_report(
     out: Path, title: str, views: Sequence[RunView], onset: int | None, facts: Mapping[str, Any]
 ) -> tuple[Path, Path]:
     """Write `out`/report.html and `out`/report.png; their paths.
 
-    `views` holds at least one run; the record shown is the `subject`'s. `onset` is the true one, in steps, where
-    the fault was made, None in real life. `facts` are shown as they are; "versions" in it (name to version)
-    stands for those of this process. Raises OSError where it cannot write.
+    `views` holds at least one run; the record shown is the `subject`'s. `onset` is the true one, in steps,
+    where the fault was made, None in real life. `facts` are shown as they are. Raises OSError where it cannot
+    write, foreshock.pipeline.store.StoreError where a view's directory has no readable record.
     """
     out.mkdir(parents=True, exist_ok=True)
     page, picture = out / "report.html", out / "report.png"
@@ -68,7 +75,6 @@ def _page(title: str, views: Sequence[RunView], onset: int | None, facts: Mappin
     view, said = subject(views), verdict(views, onset)
     chain = _chain(view)
     drawn = {"Losses": figures.losses(views, onset), "What was measured": figures.signals(views, onset)}
-    shown = {k: v for k, v in facts.items() if k != "versions"}
     return PAGE.format(
         title=escape(title),
         style=files("foreshock.review").joinpath("page.css").read_text(encoding="utf-8"),
@@ -78,71 +84,63 @@ def _page(title: str, views: Sequence[RunView], onset: int | None, facts: Mappin
         pictures="\n".join(_picture(name, figure, said) for name, figure in drawn.items() if figure),
         label=escape(view.label),
         trail=_trail(view.audit, chain),
-        facts=_table((), ((k, _text(v)) for k, v in shown.items())) if shown else "<p>None were given.</p>",
+        facts=_table("plain", ("Name", "Value"), ((name, _fact(value)) for name, value in facts.items())),
         limits=f"<ul>{''.join(f'<li>{escape(limit)}</li>' for limit in _limits(views, onset))}</ul>",
-        versions=escape(_versions(facts.get("versions"))),
+        versions=escape(_versions()),
     )
 
 
-def _runs(views: Sequence[RunView]) -> str:
-    rows = []
+def _table(kind: str, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> Html:
+    """A table of class `kind`; the first cell of a row names it."""
+    lines = [f"<tr>{''.join(f'<th scope="col">{escape(cell)}</th>' for cell in head)}</tr>"]
+    for name, *cells in rows:
+        rest = "".join(f"<td>{cell if isinstance(cell, Html) else escape(str(cell))}</td>" for cell in cells)
+        lines.append(f'<tr><th scope="row">{escape(str(name))}</th>{rest}</tr>')
+    return Html(f'<div class="wide"><table class="{kind}">{"".join(lines)}</table></div>')
+
+
+def _runs(views: Sequence[RunView]) -> Html:
+    rows: list[Sequence[Any]] = []
     for view in views:
-        gap, end = excess(view, views), final(view)
+        steps, end, gap = int(np.isfinite(view.loss).sum()), final(view), excess(view, views)
+        losses = (f"{end:.3f}" if steps else "–", "–" if gap is None else f"{gap:+.3f}")
         acts = [name for _, actions in story(view).done for action in actions for name in action]
-        rows.append((
-            view.label, f"{np.isfinite(view.loss).sum():,}", f"{end:.3f}" if np.isfinite(end) else "–",
-            "–" if gap is None else f"{gap:+.3f}", view.count("alarm.opened"), view.count("diagnosis"),
-            ", ".join(acts) or "none",
-        ))  # fmt: skip
+        counts = (view.count("alarm.opened"), view.count("diagnosis"))
+        rows.append((view.label, f"{steps:,}", *losses, *counts, ", ".join(acts) or "none"))
     head = ("Run", "Steps", "Final loss", "Above clean", "Alarms", "Diagnoses", "Actions")
     note = f"Losses in nats, means over the last {TAIL} steps; over the same steps where runs are compared."
-    return f'{_table(head, rows)}<p class="note">{note}</p>'
+    return Html(f'{_table("numbers", head, rows)}<p class="note">{note}</p>')
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Plain cells, escaped; the first one names its row, columns two to six of a table with a head are numbers."""
-    heads = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
-    body = "".join(
-        f'<tr><th scope="row">{escape(str(name))}</th>{"".join(f"<td>{escape(str(c))}</td>" for c in cells)}</tr>'
-        for name, *cells in rows
-    )
-    kind = "numbers" if head else "plain"
-    return f'<div class="wide"><table class="{kind}"><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _picture(name: str, figure: Any, said: str) -> str:
+def _picture(name: str, figure: Figure, said: str) -> str:
     label = escape(f"{name} of the runs by trainer step. {said}")
     drawn = figures.svg(figure).replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
     return f'<section><h2>{name}</h2><figure><div class="wide" tabindex="0">{drawn}</div></figure></section>'
 
 
-def _trail(audit: Sequence[AuditRecord], chain: Verdict) -> str:
-    rows = []
+def _trail(audit: Sequence[AuditRecord], chain: Verdict) -> Html:
+    rows: list[Sequence[Any]] = []
     for noise, stretch in groupby(audit, key=lambda record: record.kind in NOISE):
         records = list(stretch)
         rows += [_row(records)] if noise and len(records) > 1 else [_row([record]) for record in records]
-    note = f"Hash chain: {chain.reason}." + (f" The last hash is {audit[-1].hash}." if audit else "")
-    heads = "".join(f'<th scope="col">{name}</th>' for name in ("No.", "Step", "Time, UTC", "What happened"))
-    return (
-        f'<p class="{"note" if chain.ok else "bad"}">{escape(note)} Each line opens to what was recorded.</p>'
-        f'<table class="trail"><thead><tr>{heads}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
+    said = f"Hash chain: {chain.reason}." + (f" The last hash is {audit[-1].hash}." if audit else "")
+    note = (
+        f'<p class="{"note" if chain.ok else "bad"}">{escape(said)} Each line opens to what was recorded.</p>'
     )
+    return Html(note + _table("trail", ("No.", "Step", "Time, UTC", "What happened"), rows))
 
 
-def _row(records: Sequence[AuditRecord]) -> str:
+def _row(records: Sequence[AuditRecord]) -> Sequence[Any]:
     """One record, or a stretch of noise."""
     first, last = records[0], records[-1]
     steps = [record.payload["step"] for record in (first, last) if "step" in record.payload]
     text, inside = say(first), f"{first.kind}\n{json.dumps(first.payload, indent=1, ensure_ascii=False)}"
-    if len(records) > 1:
+    if first is not last:
         kinds = [record.kind for record in records]
         text = ", ".join(f"{kinds.count(k)} times {k.replace('_', ' ')}" for k in dict.fromkeys(kinds)) + "."
         inside = "\n".join(f"{record.sequence} {say(record)}" for record in records)
-    cells = (_range(first.sequence, last.sequence), _range(*steps), _when(first))
-    return (
-        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}<td><details><summary>{escape(text)}</summary>"
-        f"<pre>{escape(inside)}</pre></details></td></tr>"
-    )
+    what = f"<details><summary>{escape(text)}</summary><pre>{escape(inside)}</pre></details>"
+    return _range(first.sequence, last.sequence), _range(*steps), _when(first), Html(what)
 
 
 def _range(*ends: Any) -> str:
@@ -152,7 +150,7 @@ def _range(*ends: Any) -> str:
 def _when(record: AuditRecord) -> str:
     try:
         return datetime.fromtimestamp(record.time, UTC).strftime("%Y-%m-%d %H:%M:%S")
-    except (ValueError, OverflowError, OSError, TypeError):
+    except (*MISSHAPEN, OSError):
         return "unreadable"
 
 
@@ -166,7 +164,9 @@ def _chain(view: RunView) -> Verdict:
         return store.verify()
 
 
-def _text(value: Any) -> str:
+def _fact(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
@@ -184,11 +184,9 @@ def _limits(views: Sequence[RunView], onset: int | None) -> tuple[str, ...]:
     )
 
 
-def _versions(given: Any) -> str:
-    known = dict(given) if isinstance(given, Mapping) else {"python": platform.python_version()}
-    for name in VERSIONS if not isinstance(given, Mapping) else ():
-        try:
-            known[name] = version(name)
-        except PackageNotFoundError:
-            known[name] = "not installed"
-    return ", ".join(f"{name} {number}" for name, number in known.items())
+def _versions() -> str:
+    found = [f"python {platform.python_version()}", f"foreshock {__version__}"]
+    for name in ("torch", "numpy", "river", "matplotlib"):
+        with suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
+    return ", ".join(found)

@@ -28,7 +28,7 @@ class RunView:
     """One run as it went. The view named "clean" is the one that others are compared with.
 
     `loss` float64 (N,) in nats by trainer step, NaN where there is none; `signals` by str(SignalKey), each
-    (steps (M,) ascending, values (M,)); `directory` holds the run's store, None where there is none to verify.
+    (steps (M,) ascending, values (M,)); `directory` holds the run's store, None where there is none.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Marks:
 
 @dataclass
 class Story:
-    """What the record tells: the diagnosis acted on (else the first), each (step, actions) applied, the rest."""
+    """What the record tells: the diagnosis acted on, else the first; (step, actions) of each command."""
 
     diagnosis: dict[str, Any] = field(default_factory=dict)
     done: list[tuple[int, list[dict[str, Any]]]] = field(default_factory=list)

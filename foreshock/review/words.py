@@ -1,7 +1,7 @@
 """The record in plain words: one sentence a record, and one for the whole run. Second stop of the review.
 
-Reads payloads as `foreshock.pipeline.hub` and `foreshock.policies.engine` write them. What it returns is plain
-text from an untrusted record: who shows it, escapes it.
+Reads payloads as `foreshock.pipeline.hub` and `foreshock.policies.engine` write them. What it returns is
+plain text from an untrusted record: who shows it, escapes it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,77 @@
+"""Killed at any point, started again on the same directory: nothing is lost, nothing is doubled."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from foreshock.pipeline.replay import replay
+from foreshock.pipeline.store import RunStore
+
+HARNESS = Path(__file__).with_name("crash_harness.py")
+
+TRAINING = """
+import sys
+sys.path.insert(0, sys.argv[2])
+import foreshock
+from conftest import Small
+from foreshock.lab.flash import KernelFault
+small = Small(steps=100000)
+print("ready", flush=True)
+with foreshock.watch(small.model, small.optimizer, run_dir=sys.argv[1], run="r", policy="unattended", allow="enforce", start=20, points_every=20) as watch:
+    step = 0
+    for batch in watch.batches(small.loader):
+        small.break_attention(KernelFault("delta", 6, "up", gain=3.0) if step >= 30 else None)
+        step = watch.step(small.train_step(batch)).step
+        if step >= int(sys.argv[3]):
+            break
+print("done", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_killed_at_any_point_of_the_shell_the_record_is_whole(tmp_path):
+    kills = 24
+    result = subprocess.run([sys.executable, str(HARNESS), str(tmp_path), str(kills), "1"], capture_output=True, text=True, timeout=280, check=False)
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert len(rows) == kills, result.stderr
+    assert sum(9 in row["codes"] for row in rows) > kills / 2
+    for row in rows:
+        assert row["codes"][-1] == 0
+        assert row["ok"], row
+        assert row["difference"] is None, row
+        assert len(row["issued"]) == len(set(row["issued"])), row
+        assert row["issued"]
+
+
+@pytest.mark.slow
+def test_a_training_killed_at_random_moments_keeps_a_record_that_verifies_and_replays(tmp_path):
+    run, rng = tmp_path / "run", random.Random(4)
+    command = [sys.executable, "-c", TRAINING, str(run), str(HARNESS.parent)]
+    for _ in range(3):
+        child = subprocess.Popen([*command, "100000"], stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        assert child.stdout.readline() == "ready\n"
+        time.sleep(0.5 + 2.5 * rng.random())
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        child.stdout.close()
+    last = subprocess.run([*command, "60"], capture_output=True, text=True, timeout=120, check=False)
+    assert last.stdout.endswith("done\n"), last.stderr
+    with RunStore.open_readonly(run) as store:
+        assert store.verify().ok
+        result = replay(store)
+        records = list(store.audit())
+    assert result.difference is None
+    attempts = [r.payload["attempt"] for r in records if r.kind == "attempt.started"]  # one killed at once leaves none
+    assert attempts == list(range(1, len(attempts) + 1))
+    assert len(attempts) >= 2
+    issued = [r.payload["id"] for r in records if r.kind == "command.issued"]
+    assert len(issued) == len(set(issued))
