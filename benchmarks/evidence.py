@@ -67,7 +67,9 @@ def run(name: str, seed: int) -> dict[str, Any]:
                 "onset": ONSET,
                 "diagnosis": sorted({d["mechanism"] for d in diagnoses}),
                 "diagnosis_step": min((d["step"] for d in diagnoses), default=None),
-                "layers": sorted({layer for d in diagnoses if d["mechanism"] == "attention" for layer in d["layers"]}),
+                "layers": sorted(
+                    {layer for d in diagnoses if d["mechanism"] == "attention" for layer in d["layers"]}
+                ),
                 "action": [action for command in issued for a in command["actions"] for action in a],
                 "audit_verified": played.verified,
                 "budget_stated": budget(played.directory),
@@ -87,7 +89,10 @@ def spectrum_alone(directory: Path) -> dict[str, Any]:
     from foreshock.pipeline.hub import Hub
     from foreshock.pipeline.store import RunStore
 
-    with RunStore.open_readonly(directory) as store, RunStore.open_readonly(directory.parent / "prefix") as before:
+    with (
+        RunStore.open_readonly(directory) as store,
+        RunStore.open_readonly(directory.parent / "prefix") as before,
+    ):
         hub = Hub("")
         start = store.first_snapshot()
         assert start is not None
@@ -172,13 +177,21 @@ def tables(rows: list[dict[str, Any]]) -> str:
         if mine:
             found = sorted({d for r in mine for d in r["diagnosis"]})
             done = sorted({a for r in mine for a in r["action"]})
-            where = f" (layers {', '.join(map(str, sorted({x for r in mine for x in r['layers']})))})" if "attention" in found else ""
-            out.append(f"| {name} | {len(mine)} | {', '.join(found) or 'nothing'}{where} | {', '.join(done) or 'none'} |")
+            where = (
+                f" (layers {', '.join(map(str, sorted({x for r in mine for x in r['layers']})))})"
+                if "attention" in found
+                else ""
+            )
+            out.append(
+                f"| {name} | {len(mine)} | {', '.join(found) or 'nothing'}{where} | {', '.join(done) or 'none'} |"
+            )
     return "\n".join(out)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tables", action="store_true", help="print the tables and stop")
     parser.add_argument("--only", default="", help="only these scenarios, comma-separated")
     parser.add_argument("--workers", type=int, default=2)
@@ -188,7 +201,9 @@ def main() -> None:
         print(tables(rows))
         return
     os.environ["OMP_NUM_THREADS"] = "1"
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=True
+    ).stdout.strip()
     have = {(r["scenario"], r["seed"]) for r in rows}
     only = set(filter(None, args.only.split(",")))
     todo = [job for job in jobs() if job not in have and (not only or job[0] in only)]

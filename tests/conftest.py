@@ -83,12 +83,24 @@ class Stream:
                     t[:] = bias[:] = np.nan
                 values = [*t, *bias, 2.0 + 0.1 * rng.normal(), 1.0 + 0.1 * rng.normal(), 1e-3]
                 frames.append(
-                    SignalFrame.build(values, run="r", attempt=1, rank=rank, seq=seq, timeline=timeline, step=step, table=self.table.id)
+                    SignalFrame.build(
+                        values,
+                        run="r",
+                        attempt=1,
+                        rank=rank,
+                        seq=seq,
+                        timeline=timeline,
+                        step=step,
+                        table=self.table.id,
+                    )
                 )
             effects = feed(Frames(clock, tuple(frames)))
             step, seq = step + 1, seq + 1
             if self.points_every and step % self.points_every == 0:
-                effects = [*effects, *feed(RecoveryPoint(clock, f"t{timeline}-s{step}", step, step, True, 1000, 0.01))]
+                effects = [
+                    *effects,
+                    *feed(RecoveryPoint(clock, f"t{timeline}-s{step}", step, step, True, 1000, 0.01)),
+                ]
             for command in [e.command for e in effects if isinstance(e, Issue)]:
                 healed = not self.incurable
                 for rank in self.ranks:
@@ -123,7 +135,9 @@ class Small:
             self.loader: Any = ByteBatches(corpus("code"), seed, steps, batch=4, context=32)
         else:
             data = corpus("code")[: 33 * 80].long().view(-1, 33)
-            self.loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data), batch_size=4, shuffle=True)
+            self.loader = torch.utils.data.DataLoader(
+                torch.utils.data.TensorDataset(data), batch_size=4, shuffle=True
+            )
         self.epochs = 1 if loader == "bytes" else None
         self.kernels = [block.attention.attend for block in self.model.blocks]
 
@@ -136,7 +150,9 @@ class Small:
 
         x, y = batch if len(batch) == 2 else (batch[0][:, :-1], batch[0][:, 1:])
         loss = self.model(x, y)
-        loss = loss + 0.0 * self.dropout(loss.detach().expand(8)).sum()  # draws from the generator, changes nothing
+        loss = (
+            loss + 0.0 * self.dropout(loss.detach().expand(8)).sum()
+        )  # draws from the generator, changes nothing
         self.optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)

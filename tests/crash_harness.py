@@ -63,7 +63,9 @@ class Driver:
         from foreshock.pipeline.events import Hello, Issue
 
         if isinstance(event, Hello):
-            event = Hello(**{**{n: getattr(event, n) for n in event.__slots__}, "attempt": self.shell.attempt})
+            event = Hello(
+                **{**{n: getattr(event, n) for n in event.__slots__}, "attempt": self.shell.attempt}
+            )
         self.issued.clear()
         self.shell.submit(event)
         return [Issue(c) for c in self.issued]
@@ -101,7 +103,11 @@ def main() -> None:
     for i in range(kills):
         directory = root / str(i)
         countdown, after = rng.randrange(1, 120), rng.random() < 0.5
-        codes = [child(directory, countdown, after), child(directory, rng.randrange(1, 120), not after), child(directory, 0, False)]
+        codes = [
+            child(directory, countdown, after),
+            child(directory, rng.randrange(1, 120), not after),
+            child(directory, 0, False),
+        ]
         with RunStore.open_readonly(directory) as store:
             records = list(store.audit())
             verdict, again = store.verify(), replay(store)

@@ -40,7 +40,13 @@ print("done", flush=True)
 @pytest.mark.slow
 def test_killed_at_any_point_of_the_shell_the_record_is_whole(tmp_path):
     kills = 24
-    result = subprocess.run([sys.executable, str(HARNESS), str(tmp_path), str(kills), "1"], capture_output=True, text=True, timeout=280, check=False)
+    result = subprocess.run(
+        [sys.executable, str(HARNESS), str(tmp_path), str(kills), "1"],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     assert len(rows) == kills, result.stderr
     assert sum(9 in row["codes"] for row in rows) > kills / 2
@@ -57,7 +63,12 @@ def test_a_training_killed_at_random_moments_keeps_a_record_that_verifies_and_re
     run, rng = tmp_path / "run", random.Random(4)
     command = [sys.executable, "-c", TRAINING, str(run), str(HARNESS.parent)]
     for _ in range(3):
-        child = subprocess.Popen([*command, "100000"], stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        child = subprocess.Popen(
+            [*command, "100000"],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
         assert child.stdout.readline() == "ready\n"
         time.sleep(0.5 + 2.5 * rng.random())
         child.send_signal(signal.SIGKILL)
@@ -70,7 +81,9 @@ def test_a_training_killed_at_random_moments_keeps_a_record_that_verifies_and_re
         result = replay(store)
         records = list(store.audit())
     assert result.difference is None
-    attempts = [r.payload["attempt"] for r in records if r.kind == "attempt.started"]  # one killed at once leaves none
+    attempts = [
+        r.payload["attempt"] for r in records if r.kind == "attempt.started"
+    ]  # one killed at once leaves none
     assert attempts == list(range(1, len(attempts) + 1))
     assert len(attempts) >= 2
     issued = [r.payload["id"] for r in records if r.kind == "command.issued"]

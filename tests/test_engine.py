@@ -38,7 +38,9 @@ policies:
 
 
 def diagnosis(mechanism=Mechanism.ATTENTION, step=500, samples=3, severity=Severity.CRITICAL, early=484):
-    return Diagnosis(mechanism, step, severity, Interval(early, step), (0,), (), (), "confirmed", (), (), step, samples)
+    return Diagnosis(
+        mechanism, step, severity, Interval(early, step), (0,), (), (), "confirmed", (), (), step, samples
+    )
 
 
 def engine(mode=Mode.ENFORCE, unavailable=lambda *_: None, text=POLICY):

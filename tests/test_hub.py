@@ -18,7 +18,9 @@ from foreshock.signals import SignalFrame
 
 
 def records(out, kind=None):
-    return [e.payload for _, effects in out for e in effects if isinstance(e, Audit) and kind in (None, e.kind)]
+    return [
+        e.payload for _, effects in out for e in effects if isinstance(e, Audit) and kind in (None, e.kind)
+    ]
 
 
 def issued(out):
@@ -28,7 +30,11 @@ def issued(out):
 def test_a_source_fault_is_diagnosed_treated_and_verified(stream):
     out = stream(onset=200).events(Hub("r"))
     diagnosis = records(out, "diagnosis")[0]
-    assert (diagnosis["mechanism"], diagnosis["layers"], diagnosis["confidence"]) == ("attention", [1], "confirmed")
+    assert (diagnosis["mechanism"], diagnosis["layers"], diagnosis["confidence"]) == (
+        "attention",
+        [1],
+        "confirmed",
+    )
     assert diagnosis["step"] <= 208
     assert diagnosis["onset"][0] <= 200
     assert [dict(c.actions) for c in issued(out)] == [{"precision_upcast": {"layers": [1], "how": "float32"}}]
@@ -96,7 +102,9 @@ def test_every_audit_payload_is_canonical_json(stream):
 
 
 def frame(rank, seq, step, timeline=0, attempt=1):
-    return SignalFrame.build([float(step)], run="r", attempt=attempt, rank=rank, seq=seq, timeline=timeline, step=step, table="t")
+    return SignalFrame.build(
+        [float(step)], run="r", attempt=attempt, rank=rank, seq=seq, timeline=timeline, step=step, table="t"
+    )
 
 
 @settings(deadline=None, max_examples=60)
@@ -138,5 +146,7 @@ def test_frames_of_an_older_attempt_or_timeline_are_dropped():
 
 def test_a_frames_event_is_journalled_bit_for_bit():
     values = np.array([np.nan, np.inf, 1e-45, -0.0])
-    event = Frames(1.5, (SignalFrame.build(values, run="r", attempt=1, rank=0, seq=0, timeline=0, step=0, table="t"),))
+    event = Frames(
+        1.5, (SignalFrame.build(values, run="r", attempt=1, rank=0, seq=0, timeline=0, step=0, table="t"),)
+    )
     assert decode(*encode(event)).frames[0] == event.frames[0]

@@ -21,8 +21,17 @@ from foreshock.remediation.points import Point, PointLedger
 from foreshock.remediation.verification import Criteria, Verification
 
 plain = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(max_size=20),
-    lambda inner: st.lists(inner, max_size=4) | st.tuples(inner, inner) | st.dictionaries(st.text(max_size=5) | st.integers(), inner, max_size=4),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary(max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text(max_size=5) | st.integers(), inner, max_size=4)
+    ),
     max_leaves=12,
 )
 
@@ -190,9 +199,20 @@ def test_actions_of_later_issues_say_that_they_are_unavailable():
 
 def test_words_become_facts():
     made = ledger(450, 500, 550)
-    assert resolve("rollback", {"skip_data": "window"}, diagnosis(), made, 600, {}) == {"point": "s500", "step": 500, "skip": [500, 600]}
-    assert resolve("precision_upcast", {"target": "affected", "dtype": "float32"}, diagnosis(), made, 600, {}) == {"layers": [1], "how": "float32"}
-    assert resolve("precision_upcast", {"target": "all", "dtype": "float32"}, diagnosis(), made, 600, {})["layers"] is None
+    assert resolve("rollback", {"skip_data": "window"}, diagnosis(), made, 600, {}) == {
+        "point": "s500",
+        "step": 500,
+        "skip": [500, 600],
+    }
+    assert resolve(
+        "precision_upcast", {"target": "affected", "dtype": "float32"}, diagnosis(), made, 600, {}
+    ) == {"layers": [1], "how": "float32"}
+    assert (
+        resolve("precision_upcast", {"target": "all", "dtype": "float32"}, diagnosis(), made, 600, {})[
+            "layers"
+        ]
+        is None
+    )
     with pytest.raises(Unavailable, match="no recovery point at or before step 400"):
         resolve("rollback", {"skip_data": "none"}, diagnosis(early=400), made, 600, {})
 

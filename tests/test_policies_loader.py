@@ -1,4 +1,4 @@
-# ruff: noqa: E501 - one case of the table a line
+
 """Every malformed policy gives one readable error at its place, and nothing a file holds can raise anything else."""
 
 from __future__ import annotations

@@ -128,9 +128,12 @@ def test_skip_data_passes_over_the_window(small, tmp_path, policy_file):
 
 def test_manual_data_makes_rollback_unavailable_and_says_so_at_attach(small, tmp_path, caplog):
     training = small()
-    with caplog.at_level(logging.WARNING, "foreshock"), foreshock.watch(
-        training.model, training.optimizer, run_dir=tmp_path, data="manual", allow="enforce", sync=True
-    ) as watch:
+    with (
+        caplog.at_level(logging.WARNING, "foreshock"),
+        foreshock.watch(
+            training.model, training.optimizer, run_dir=tmp_path, data="manual", allow="enforce", sync=True
+        ) as watch,
+    ):
         assert "rollback and skip_data are unavailable" in caplog.text
         with pytest.raises(ValueError, match="owns its iterator"):
             next(watch.batches(training.loader))
@@ -156,7 +159,14 @@ def test_lr_scale_slows_the_model_and_leaves_the_users_rate_alone(small, tmp_pat
     )
     inside = []
     training = small()
-    train(training, 60, tmp_path, fault_at=30, policy=policy, on_step=lambda *_: inside.append(training.optimizer.param_groups[0]["lr"]))
+    train(
+        training,
+        60,
+        tmp_path,
+        fault_at=30,
+        policy=policy,
+        on_step=lambda *_: inside.append(training.optimizer.param_groups[0]["lr"]),
+    )
     assert audit(tmp_path, "command.applied")[0].payload["acks"]["0"]["lr_scale"]["factor"] == 0.5
     assert set(inside) == {2e-3}
 
@@ -164,7 +174,9 @@ def test_lr_scale_slows_the_model_and_leaves_the_users_rate_alone(small, tmp_pat
 def test_the_upcast_cures_and_is_reapplied_by_the_next_attempt(small, tmp_path):
     train(small(), 60, tmp_path, fault_at=30)
     training = small()
-    with foreshock.watch(training.model, training.optimizer, run_dir=tmp_path, allow="enforce", policy="unattended", sync=True) as watch:
+    with foreshock.watch(
+        training.model, training.optimizer, run_dir=tmp_path, allow="enforce", policy="unattended", sync=True
+    ) as watch:
         for batch in watch.batches(training.loader):
             upcasted = dict(watch._trainer.interceptor.upcasted)
             watch.step(training.train_step(batch))
@@ -253,7 +265,12 @@ def test_a_directory_that_cannot_be_made_is_not_watched_and_harmless(small, tmp_
 
 
 def test_a_bad_policy_is_told_with_its_place_and_harmless(small, tmp_path, caplog, policy_file):
-    losses, _ = train(small(), 10, tmp_path / "run", policy=policy_file("apiVersion: foreshock/v1\nname: x\nmoed: enforce\n"))
+    losses, _ = train(
+        small(),
+        10,
+        tmp_path / "run",
+        policy=policy_file("apiVersion: foreshock/v1\nname: x\nmoed: enforce\n"),
+    )
     assert len(losses) == 10
     assert "policy.yaml:3" in caplog.text
 

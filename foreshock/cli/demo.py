@@ -21,9 +21,15 @@ def _group() -> None:
 @app.command()
 def attention(
     seed: Annotated[int, typer.Option(help="Seed of model and data.", min=0)] = 7,
-    steps: Annotated[int, typer.Option(help="Steps of each run; the fault begins at step 500.", min=600)] = 1200,
-    out: Annotated[Path, typer.Option(help="Where runs, report.html and report.png go.")] = Path("foreshock_demo"),
-    as_json: Annotated[bool, typer.Option("--json", help="The last line of standard output is one JSON object.")] = False,
+    steps: Annotated[
+        int, typer.Option(help="Steps of each run; the fault begins at step 500.", min=600)
+    ] = 1200,
+    out: Annotated[Path, typer.Option(help="Where runs, report.html and report.png go.")] = Path(
+        "foreshock_demo"
+    ),
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The last line of standard output is one JSON object.")
+    ] = False,
 ) -> None:
     """Biased low-precision attention, three runs: clean, unprotected, protected. Exit 0 only if it was healed."""
     from rich.console import Console
@@ -35,7 +41,12 @@ def attention(
     target = out / f"attention-seed{seed}"
     _clear(target)
     bars: dict[str, Any] = {}
-    columns = (TextColumn("{task.description:12}"), BarColumn(), TextColumn("{task.completed:>5}/{task.total} loss {task.fields[loss]:.3f}"), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description:12}"),
+        BarColumn(),
+        TextColumn("{task.completed:>5}/{task.total} loss {task.fields[loss]:.3f}"),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=err, transient=True) as shown:
 
         def progress(run: str, step: int, end: int, loss: float) -> None:
@@ -48,7 +59,10 @@ def attention(
     report, picture = _report(target, facts, runs)
     ok = healed(facts)
     _table(err, facts, ok)
-    err.print(f"report  {report}\npicture {picture}\nrecord  foreshock audit show {runs['protected'].directory}", soft_wrap=True)
+    err.print(
+        f"report  {report}\npicture {picture}\nrecord  foreshock audit show {runs['protected'].directory}",
+        soft_wrap=True,
+    )
     if as_json:
         typer.echo(json.dumps({**facts, "healed": ok, "report": str(report), "picture": str(picture)}))
     if not ok:
@@ -58,7 +72,10 @@ def attention(
 def _clear(target: Path) -> None:
     """Only what an earlier demo left is removed; anything else in the way is an error."""
     if target.exists():
-        if any(child.name not in ("prefix", "clean", "unprotected", "protected", "report.html", "report.png") for child in target.iterdir()):
+        if any(
+            child.name not in ("prefix", "clean", "unprotected", "protected", "report.html", "report.png")
+            for child in target.iterdir()
+        ):
             raise typer.BadParameter(f"{target} holds files that are not a demo's; choose another --out")
         shutil.rmtree(target)
     target.mkdir(parents=True)
@@ -71,7 +88,11 @@ def _report(target: Path, facts: dict[str, Any], runs: dict[str, Any]) -> tuple[
     from foreshock.review.views import from_run
 
     views = []
-    for name, label in (("clean", "clean"), ("unprotected", "without Foreshock"), ("protected", "with Foreshock")):
+    for name, label in (
+        ("clean", "clean"),
+        ("unprotected", "without Foreshock"),
+        ("protected", "with Foreshock"),
+    ):
         losses = np.full(max(runs[name].losses) + 1, np.nan)
         for step, loss in runs[name].losses.items():
             losses[step] = loss

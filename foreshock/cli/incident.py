@@ -34,7 +34,15 @@ def list_incidents(run: Run, as_json: Json = False) -> None:
         d = item["diagnosis"]
         tried = "; ".join(f"{', '.join(t['actions'])}: {t['result']}" for t in item["tried"])
         layers = ", ".join(map(str, d["layers"]))
-        table.add_row(item["id"], item["policy"], d["mechanism"], layers, f"{d['onset'][0]}-{d['onset'][1]}", item["state"], tried)
+        table.add_row(
+            item["id"],
+            item["policy"],
+            d["mechanism"],
+            layers,
+            f"{d['onset'][0]}-{d['onset'][1]}",
+            item["state"],
+            tried,
+        )
     Console().print(table)
 
 
@@ -47,13 +55,19 @@ def show(run: Run, incident: Id, as_json: Json = False) -> None:
         return
     d = item["diagnosis"]
     typer.echo(f"{item['id']}  {item['policy']}  {item['state']}  {item['reason']}")
-    typer.echo(f"{d['mechanism']} ({d['confidence']}, {d['severity']}), layers {d['layers']}, onset {d['onset'][0]} to {d['onset'][1]}")
+    typer.echo(
+        f"{d['mechanism']} ({d['confidence']}, {d['severity']}), layers {d['layers']}, onset {d['onset'][0]} to {d['onset'][1]}"
+    )
     for alarm in d["alarms"]:
-        typer.echo(f"  alarm {alarm['signal']} at step {alarm['step']}: {alarm['statistic']:.1f} over {alarm['threshold']:.1f}")
+        typer.echo(
+            f"  alarm {alarm['signal']} at step {alarm['step']}: {alarm['statistic']:.1f} over {alarm['threshold']:.1f}"
+        )
     for name, reason in d["ruled_out"]:
         typer.echo(f"  not {name}: {reason}")
     for tried in item["tried"]:
-        typer.echo(f"  rung {tried['rung'] + 1} {', '.join(tried['actions'])}: {tried['result']} {tried['reason']}")
+        typer.echo(
+            f"  rung {tried['rung'] + 1} {', '.join(tried['actions'])}: {tried['result']} {tried['reason']}"
+        )
     if item["decision"] and item["state"] == "awaiting":
         typer.echo(f"  waits for: foreshock incident approve {run} {item['id']}")
 

@@ -39,13 +39,17 @@ def status(run: Run, as_json: Json = False) -> None:
         return
     from rich.console import Console
 
-    out = Console(highlight=False)
-    out.print(f"[bold]{facts['run']}[/bold]  {facts['state']}, step {facts.get('step')}, attempt {facts.get('attempt')}")
+    out = Console(highlight=False, soft_wrap=True)
+    out.print(
+        f"[bold]{facts['run']}[/bold]  {facts['state']}, step {facts.get('step')}, attempt {facts.get('attempt')}"
+    )
     if facts.get("failure"):
         out.print(f"[bold red]NOT WATCHING: {facts['failure']}[/bold red]")
     mode = facts.get("mode") or {}
     if mode:
-        out.print(f"mode      {mode['acting']} (code {mode['code']}, person {mode['person']}, policy {mode['policy']}; the lowest wins)")
+        out.print(
+            f"mode      {mode['acting']} (code {mode['code']}, person {mode['person']}, policy {mode['policy']}; the lowest wins)"
+        )
     for name, setting in facts.get("settings", {}).items():
         out.print(f"{name:9} {setting['value']} ({setting['source']})")
     held = facts.get("budget_held")
@@ -57,22 +61,34 @@ def status(run: Run, as_json: Json = False) -> None:
     for name, arguments in facts.get("standing", {}).items():
         out.print(f"standing  {name} {json.dumps(arguments)}")
     spent = facts.get("spent") or {}
-    out.print(f"spent     {spent.get('actions', 0)} actions, {spent.get('rollbacks', 0)} rollbacks; {len(facts.get('incidents', []))} incidents")
+    out.print(
+        f"spent     {spent.get('actions', 0)} actions, {spent.get('rollbacks', 0)} rollbacks; {len(facts.get('incidents', []))} incidents"
+    )
     for item in facts.get("incidents", []):
         out.print(f"          {item['id']} {item['policy']}: {item['state']} {item['reason']}")
 
 
 def list_runs(
-    directory: Annotated[Path, typer.Argument(help="Where runs lie.", metavar="DIR")] = RUNS, as_json: Json = False
+    directory: Annotated[Path, typer.Argument(help="Where runs lie.", metavar="DIR")] = RUNS,
+    as_json: Json = False,
 ) -> None:
     """The runs in a directory, newest last."""
     found = sorted(directory.glob("*/run.db"), key=lambda p: p.stat().st_mtime) if directory.is_dir() else []
     rows = [{"directory": str(p.parent), **read_status(p.parent)} for p in found]
     if as_json:
-        typer.echo(json.dumps([{k: r.get(k) for k in ("directory", "run", "state", "step", "attempt", "failure")} for r in rows]))
+        typer.echo(
+            json.dumps(
+                [
+                    {k: r.get(k) for k in ("directory", "run", "state", "step", "attempt", "failure")}
+                    for r in rows
+                ]
+            )
+        )
         return
     if not rows:
-        typer.echo(f"no runs under {directory}; foreshock.watch(...) writes there, foreshock demo attention makes one")
+        typer.echo(
+            f"no runs under {directory}; foreshock.watch(...) writes there, foreshock demo attention makes one"
+        )
         return
     from rich.console import Console
     from rich.table import Table
@@ -80,7 +96,14 @@ def list_runs(
     table = Table("run", "state", "step", "mode", "incidents", "not watched")
     for row in rows:
         mode = (row.get("mode") or {}).get("acting", "")
-        table.add_row(row["directory"], row["state"], str(row.get("step", "")), mode, str(len(row.get("incidents", []))), row.get("failure") or "")
+        table.add_row(
+            row["directory"],
+            row["state"],
+            str(row.get("step", "")),
+            mode,
+            str(len(row.get("incidents", []))),
+            row.get("failure") or "",
+        )
     Console().print(table)
 
 
@@ -92,7 +115,9 @@ def replay(run: Run, as_json: Json = False) -> None:
     with RunStore.open_readonly(find_run(run)) as store:
         result = fold_again(store)
     if as_json:
-        typer.echo(json.dumps({"events": result.events, "records": result.records, "difference": result.difference}))
+        typer.echo(
+            json.dumps({"events": result.events, "records": result.records, "difference": result.difference})
+        )
     elif result.difference is None:
         typer.echo(f"{result.events} events give the same {result.records} records")
     else:

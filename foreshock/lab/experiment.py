@@ -54,7 +54,9 @@ class Played:
         steps = [
             r.payload["step"]
             for r in self.records
-            if r.kind == "alarm.opened" and r.payload["signal"].startswith(signals) and r.payload["step"] >= after
+            if r.kind == "alarm.opened"
+            and r.payload["signal"].startswith(signals)
+            and r.payload["step"] >= after
         ]
         return min(steps, default=None)
 
@@ -98,7 +100,9 @@ def play(
         return Played(name, target, losses, list(store.audit()), store.verify().ok, made)
 
 
-def prefix(scenario: Scenario, seed: int, steps: int, directory: Path, progress: Progress | None = None) -> tuple[Training, Played]:
+def prefix(
+    scenario: Scenario, seed: int, steps: int, directory: Path, progress: Progress | None = None
+) -> tuple[Training, Played]:
     """The healthy part that all runs of an experiment share: steps 0 to the onset, watched."""
     training = Training(replace(SCENARIOS["clean"], onset=scenario.onset), seed, steps)
     return training, play(training, directory, "prefix", until=scenario.onset, progress=progress)
@@ -134,8 +138,12 @@ def outcome(scenario: Scenario, seed: int, runs: Mapping[str, Played]) -> dict[s
         "first_alarm_by_grad_norm": bare.first_alarm("symptom.grad_norm", after=onset),
         "first_alarm_by_qk_norm": bare.first_alarm("attention.qk_norm", after=onset),
         "first_alarm_by_max_logit": bare.first_alarm("attention.max_logit", after=onset),
-        "alarms_in_clean": sum(r.kind == "alarm.opened" for run in ("prefix", "clean") for r in runs[run].records),
-        "actions_in_clean": sum(r.kind == "command.issued" for run in ("prefix", "clean") for r in runs[run].records),
+        "alarms_in_clean": sum(
+            r.kind == "alarm.opened" for run in ("prefix", "clean") for r in runs[run].records
+        ),
+        "actions_in_clean": sum(
+            r.kind == "command.issued" for run in ("prefix", "clean") for r in runs[run].records
+        ),
         "budget_stated": budget(runs["prefix"].directory),
         "audit_verified": all(run.verified for run in runs.values()),
     }
@@ -144,7 +152,12 @@ def outcome(scenario: Scenario, seed: int, runs: Mapping[str, Played]) -> dict[s
 def healed(facts: Mapping[str, Any]) -> bool:
     """Whether the protected run was diagnosed, recovered and ended where the clean one did."""
     close = facts["loss_protected"] - facts["loss_clean"] <= HEALED
-    return bool(close and facts["diagnosis"] == "attention" and facts["verdict"] == "recovered" and facts["audit_verified"])
+    return bool(
+        close
+        and facts["diagnosis"] == "attention"
+        and facts["verdict"] == "recovered"
+        and facts["audit_verified"]
+    )
 
 
 def budget(directory: Path) -> dict[str, Any] | None:
@@ -162,8 +175,13 @@ def experiment(
     training, healthy = prefix(scenario, seed, steps, directory, progress)
     runs = {"prefix": healthy}
     calm = replace(SCENARIOS["clean"], onset=onset)
-    for run, what, allow in (("clean", calm, "enforce"), ("unprotected", scenario, "observe"), ("protected", scenario, "enforce")):
-        runs[run] = play(training.fork(what), directory, run, allow=allow, fork=healthy.fork, progress=progress)
+    for run, what, allow in (
+        ("clean", calm, "enforce"),
+        ("unprotected", scenario, "observe"),
+        ("protected", scenario, "enforce"),
+    ):
+        runs[run] = play(
+            training.fork(what), directory, run, allow=allow, fork=healthy.fork, progress=progress
+        )
         runs[run].losses = {**healthy.losses, **runs[run].losses}
     return outcome(scenario, seed, runs), runs
-

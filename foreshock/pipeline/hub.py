@@ -72,18 +72,18 @@ class Hub:
     def handle(self, event: Event) -> list[Effect]:
         """Fold one event in. Raises only on a defect; its shell then stops watching, training goes on."""
         self._effects = []
-        handler: Callable[[Any], None] = {
+        handlers: dict[type, Callable[[Any], None]] = {
             PolicyLoaded: self._policy,
             Hello: self._hello,
             Frames: self._frames,
-            Tick: lambda _: None,
+            Tick: self._tick,
             Ack: self._ack,
             RecoveryPoint: self._point,
             Confirmation: self._confirmation,
             Human: self._human,
             Announcement: self._announcement,
-        }[type(event)]
-        handler(event)
+        }
+        handlers[type(event)](event)
         effects, self._effects = self._effects, []
         return effects
 
@@ -314,6 +314,9 @@ class Hub:
             self._rule(self._engine().judged(command.incident, "expired", reason, self.clock))
 
     # -- the rest -----------------------------------------------------------------------------------------
+
+    def _tick(self, event: Tick) -> None:
+        """Nothing in the hub is measured in seconds yet; the tick only moves the journal's clock."""
 
     def _point(self, event: RecoveryPoint) -> None:
         if event.step <= self.step + 1:

@@ -28,6 +28,7 @@ log = logging.getLogger("foreshock")
 VERSIONS = f"{foreshock.__version__}/{VERSION}"
 BATCH = 64
 POLL_SECONDS = 1.0
+COMMIT_SECONDS = 1.0
 
 
 class LocalShell:
@@ -46,7 +47,7 @@ class LocalShell:
         self._issue = issue
         self._lock = threading.RLock()
         self._buffer: list[Event] = []
-        self._polled = 0.0
+        self._polled = self._committed = 0.0
         self._store: RunStore | None = None
         self.writers: list[Callable[[Frames], None]] = []
         """Called with every frame event after it was handled (the Parquet writer)."""
@@ -116,7 +117,8 @@ class LocalShell:
             self._stop(f"{type(error).__name__}: {error}")
             return []
         try:
-            if effects or len(self._buffer) >= BATCH:
+            late = time.monotonic() - self._committed >= COMMIT_SECONDS
+            if effects or late or len(self._buffer) >= BATCH:
                 self._commit(effects, status="running")
         except StoreError as error:
             self._lose_disk(error)
@@ -137,6 +139,7 @@ class LocalShell:
                     self._store.save_snapshot(number, codec.dumps(self.hub.state_dict()), VERSIONS)
             self._store.set_meta("status", json.dumps(self._status(status)))
         self._buffer.clear()
+        self._committed = time.monotonic()
 
     def _carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:

@@ -222,7 +222,7 @@ class Engine:
         elif ask:
             self._say("decision", decision.to_json())
             self._move(incident, State.AWAITING, clock)
-            self._tell(policy, incident, f"approve with: foreshock incident approve {incident.id}")
+            self._tell(policy, incident, f"approve with: foreshock incident approve RUN {incident.id}")
         else:
             self._act(incident, decision, clock)
 

@@ -67,7 +67,7 @@ def signals(views: Sequence[RunView], onset: int | None) -> Figure | None:
 
 def summary(views: Sequence[RunView], onset: int | None) -> Figure:
     """The verdict, losses, source score and hqv in one picture, 1600 pixels wide."""
-    title = textwrap.wrap(verdict(views, onset), 100)
+    title = textwrap.wrap(_plain(verdict(views, onset)), 100)
     return _draw([_loss(views), _score(views), _lowest(views, "hqv", -0.10)], views, onset, 10.0, title)
 
 
@@ -76,10 +76,10 @@ def svg(figure: Figure) -> str:
     import matplotlib
 
     out, nothing = io.StringIO(), dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    with matplotlib.rc_context({"svg.hashsalt": "foreshock", "svg.fonttype": "none"}):
+    with matplotlib.rc_context({"svg.hashsalt": figure.get_label(), "svg.fonttype": "none"}):
         _save(figure, out, format="svg", transparent=True, metadata=nothing)
     text = out.getvalue()
-    text = re.sub(r'<g id="[^"]*">', "<g>", text[text.index("<svg") :])  # ids would repeat on one page
+    text = re.sub(r'(?<=<g) id="[^"]*"', "", text[text.index("<svg") :])  # nothing points at groups
     text = re.sub(r"font-family: [^;\"]*", "font-family: inherit", text)
     return re.sub("|".join(PAINT), lambda hit: f"var(--{PAINT[hit[0]]}, {hit[0]})", text)
 
@@ -161,6 +161,7 @@ def _draw(
     figure.text(
         LEFT / width, 1 - 0.2 / height, "\n".join(title), va="top", color=INK, size=12, parse_math=False
     )
+    figure.set_label(panels[0].title)  # salts the ids of its SVG: two figures stand on one page
     y = height - said - head + GAP
     for panel in panels:
         y -= panel.height + GAP
@@ -189,28 +190,27 @@ def _draw(
 
 
 def _note(axes: Axes, text: str, at: tuple[float, float], shift: tuple[float, float], **look: Any) -> None:
-    axes.annotate(text, at, shift, "axes fraction", "offset points", parse_math=False, **look)
+    axes.annotate(_plain(text), at, shift, "axes fraction", "offset points", parse_math=False, **look)
+
+
+def _plain(text: str) -> str:
+    """Without what no font can draw and no XML may hold; labels are untrusted."""
+    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def _flags(views: Sequence[RunView], onset: int | None, inch: float) -> list[tuple[int, str, int]]:
-    """(step, label, row) of each mark, an inch being `inch` steps. Rows rise to the left, clear of all lines."""
+    """(step, label, row) of each mark; `inch` in steps. Rows rise to the left: no line crosses a label."""
     seen = marks(subject(views), onset)
-    words = (
-        ("recovered", seen.verified),
-        ("action", seen.applied),
-        ("alarm", seen.alarm),
-        ("onset", seen.onset),
-    )
+    words = {"recovered": seen.verified, "action": seen.applied, "alarm": seen.alarm, "onset": seen.onset}
     flags: list[tuple[int, str, int]] = []
-    for word, step in sorted((w for w in words if w[1] is not None), key=lambda w: -(w[1] or 0)):
-        assert step is not None
+    for step, word in sorted(((s, w) for w, s in words.items() if s is not None), key=lambda m: -m[0]):
         reach = step + (0.15 + 0.08 * len(f"{word} {step}")) * inch
         flags.append((step, f"{word} {step}", max((r + 1 for s, _, r in flags if s <= reach), default=0)))
     return flags
 
 
 def _span(panel: Panel, end: int) -> tuple[float, float]:
-    """What of the y axis to show. Of the first sixth, where a loss falls from its start, the top may be cut."""
+    """The y axis shows all but the top of the first sixth of the run, where a loss falls from its start."""
     seen = np.concatenate([values[steps >= end / 6] for _, steps, values in panel.curves])
     seen = np.array([*seen[np.isfinite(seen)], *panel.band, *panel.limit])
     low, high = (float(seen.min()), float(seen.max())) if seen.size else (0.1, 1.0)
@@ -226,14 +226,10 @@ def _curves(axes: Axes, panel: Panel, views: Sequence[RunView]) -> None:
     for i, steps, values in panel.curves:
         paint, clean = colour(views, i), views[i].name == "clean"
         if panel.raw:
-            axes.plot(steps, _drawable(views[i].loss), color=paint, lw=0.5, alpha=0.2)
+            axes.plot(steps, views[i].loss, color=paint, lw=0.5, alpha=0.2)
         # the clean run lies broad and pale under the others, which ride on it while they are well
         wide, alpha = (3.2, 0.5) if clean and not panel.band else (1.2, 1.0)
-        axes.plot(steps, _drawable(values), color=paint, lw=wide, alpha=alpha, zorder=2 if clean else 3)
-
-
-def _drawable(values: Floats) -> Floats:
-    return np.where(np.isfinite(values), values, np.nan)
+        axes.plot(steps, values, color=paint, lw=wide, alpha=alpha, zorder=2 if clean else 3)
 
 
 def _style(axes: Axes, panel: Panel) -> None:

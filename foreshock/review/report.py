@@ -92,7 +92,8 @@ def _page(title: str, views: Sequence[RunView], onset: int | None, facts: Mappin
 
 def _table(kind: str, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> Html:
     """A table of class `kind`; the first cell of a row names it."""
-    lines = [f"<tr>{''.join(f'<th scope="col">{escape(cell)}</th>' for cell in head)}</tr>"]
+    names = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
+    lines = [f"<tr>{names}</tr>"]
     for name, *cells in rows:
         rest = "".join(f"<td>{cell if isinstance(cell, Html) else escape(str(cell))}</td>" for cell in cells)
         lines.append(f'<tr><th scope="row">{escape(str(name))}</th>{rest}</tr>')
@@ -137,7 +138,8 @@ def _row(records: Sequence[AuditRecord]) -> Sequence[Any]:
     text, inside = say(first), f"{first.kind}\n{json.dumps(first.payload, indent=1, ensure_ascii=False)}"
     if first is not last:
         kinds = [record.kind for record in records]
-        text = ", ".join(f"{kinds.count(k)} times {k.replace('_', ' ')}" for k in dict.fromkeys(kinds)) + "."
+        counts = {kind.replace("_", " "): kinds.count(kind) for kind in dict.fromkeys(kinds)}
+        text = ", ".join(f"{n} {name}{'s' * (n > 1)}" for name, n in counts.items()) + "."
         inside = "\n".join(f"{record.sequence} {say(record)}" for record in records)
     what = f"<details><summary>{escape(text)}</summary><pre>{escape(inside)}</pre></details>"
     return _range(first.sequence, last.sequence), _range(*steps), _when(first), Html(what)
@@ -179,7 +181,7 @@ def _limits(views: Sequence[RunView], onset: int | None) -> tuple[str, ...]:
         "The true onset is known because the fault was made on purpose."
         if onset is not None
         else "The true onset is not known; the interval in the record is an estimate.",
-        "Signals are sampled, averaged over heads and drawn for the lowest layer: a single head may not show.",
+        "Signals are sampled, averaged over heads, drawn for the lowest layer: a single head may not show.",
         "The hash chain finds accidents and edits, not an owner who rewrites both record and anchor.",
     )
 

@@ -59,6 +59,7 @@ class Story:
     diagnosis: dict[str, Any] = field(default_factory=dict)
     done: list[tuple[int, list[dict[str, Any]]]] = field(default_factory=list)
     wanted: list[dict[str, Any]] = field(default_factory=list)
+    alarm: int | None = None
     incidents: int = 0
     outcome: str = "no verdict yet"
     verified: int | None = None
@@ -79,8 +80,7 @@ def story(view: RunView) -> Story:
 def marks(view: RunView, onset: int | None = None) -> Marks:
     """Where to draw a line through the pictures of this run."""
     told = story(view)
-    alarms = [int(alarm["step"]) for alarm in told.diagnosis.get("alarms", ())]
-    return Marks(onset, min(alarms, default=None), told.done[0][0] if told.done else None, told.verified)
+    return Marks(onset, told.alarm, told.done[0][0] if told.done else None, told.verified)
 
 
 def subject(views: Sequence[RunView]) -> RunView:
@@ -130,14 +130,14 @@ def _story(audit: Sequence[AuditRecord]) -> Story:
         if record.kind == "diagnosis":
             told.diagnosis = told.diagnosis or p
         elif record.kind == "incident.opened":
-            opened[p["incident"]] = p["diagnosis"]
+            opened[p["incident"]] = dict(p["diagnosis"])
         elif record.kind == "decision":
             told.wanted = told.wanted or p["actions"]
         elif record.kind == "command.issued":
             issued[p["id"]] = p
         elif record.kind == "command.applied":
             command = issued[p["command"]]
-            told.done.append((int(p["step"]), command["actions"]))
+            told.done.append((int(p["step"]), [dict(action) for action in command["actions"]]))
             acted = acted or command["incident"]
         elif record.kind == "outcome":
             told.outcome = str(p["verdict"])
@@ -148,6 +148,7 @@ def _story(audit: Sequence[AuditRecord]) -> Story:
             point = next((a["rollback"]["step"] - 1 for a in actions if "rollback" in a), step)
             told.verified = int(point) + int(p["clock"]) - began
     told.diagnosis, told.incidents = opened.get(acted) or told.diagnosis, len(opened)
+    told.alarm = min((int(alarm["step"]) for alarm in told.diagnosis.get("alarms", ())), default=None)
     return told
 
 

@@ -21,9 +21,9 @@ TAIL = 50
 SENTENCES = {
     "attempt.started": "Attempt {attempt} began at step {step}; acting mode by {mode}",
     "policy.loaded": "Policy {name} was loaded from {source}, mode {mode}",
-    "alarm.opened": "The signal {signal} left its band ({direction}){layers}: {statistic} against a threshold "
-    "of {threshold}, {severity}; the change began between steps {onset}",
-    "alarm.closed": "The signal {signal} is back in its band",
+    "alarm.opened": "Signal {signal} left its band ({direction}){layers}: {statistic} against the threshold "
+    "{threshold}, {severity}; the change began between steps {onset}",
+    "alarm.closed": "Signal {signal} is back in its band",
     "diagnosis": "Diagnosis, {confidence}: {mechanism}{layers}, {severity}; it began between steps {onset}; "
     "behind it {alarms}",
     "diagnosis.ended": "The diagnosis {mechanism} no longer holds",
@@ -39,7 +39,7 @@ SENTENCES = {
     "command.applied": "All ranks applied command {command} at step {step}",
     "outcome": "Outcome of command {command}: {verdict}{reason}",
     "verification.started": "Verification of command {command} began, against the signals before the fault",
-    "recovery_point": "Recovery point before step {step}: {bytes:,} bytes in {seconds:.2f} s, finite: {finite}",
+    "recovery_point": "Recovery point before step {step}: {bytes:,} bytes, {seconds:.2f} s, finite: {finite}",
     "announcement": "The trainer announced for {steps} steps from step {step}: {text}",
     "human": "{who} said: {verb} {argument}",
     "outlier": "One outlying value of {signal}; logged, nothing more",
@@ -141,9 +141,10 @@ def _actions(actions: list[Any]) -> str:
 
 def _action(name: str, given: dict[str, Any]) -> str:
     how = {"float32": "upcast to float32", "stabilised": "given the stabilised softmax"}
+    back = f"step {given['step']}" if "step" in given else "before the onset"
     known = {
         "precision_upcast": f"attention {how.get(given.get('how', given.get('dtype', '')), 'upcast')}",
-        "rollback": f"rolled back to {'step {step}'.format_map(given) if 'step' in given else 'before the onset'}",
+        "rollback": f"rolled back to {back}",
         "skip_data": f"{given.get('batches', 'some')} batches skipped",
         "lr_scale": f"learning rate scaled by {given.get('factor', 'a factor')}",
         "pause": "training asked to stop",

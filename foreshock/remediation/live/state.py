@@ -53,8 +53,9 @@ def unflatten(skeleton: Any, tensors: dict[str, Tensor]) -> Any:
         return {unflatten(k, tensors): unflatten(v, tensors) for k, v in skeleton["dict"]}
     if "bytes" in skeleton:
         return bytes.fromhex(skeleton["bytes"])
-    items = [unflatten(v, tensors) for v in skeleton.get("list", skeleton.get("tuple", []))]
-    return items if "list" in skeleton else tuple(items)
+    if "tuple" in skeleton:
+        return tuple(unflatten(v, tensors) for v in skeleton["tuple"])
+    return [unflatten(v, tensors) for v in skeleton["list"]]
 
 
 def finite(tensors: dict[str, Tensor]) -> bool:
@@ -65,7 +66,7 @@ def finite(tensors: dict[str, Tensor]) -> bool:
 def rng_state() -> dict[str, Any]:
     """Every random generator a training step may draw from: Python, numpy, torch, each CUDA device."""
     state: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
 
