@@ -46,7 +46,9 @@ def measure(options: dict[str, Any] | None, blocks: int) -> tuple[list[float], l
         watch = None
         if options is not None:
             watch = stack.enter_context(
-                foreshock.watch(watched.model, watched.optimizer, {"schedule": watched.schedule}, run_dir=place, **options)
+                foreshock.watch(
+                    watched.model, watched.optimizer, {"schedule": watched.schedule}, run_dir=place, **options
+                )
             )
         batches = watch.batches(watched.batches) if watch else iter(watched.batches)
         plain = iter(bare.batches)
@@ -72,15 +74,24 @@ def table(rows: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--blocks", type=int, default=31)
     parser.add_argument("--table", action="store_true", help="print the committed table and stop")
     args = parser.parse_args()
     if args.table:
         print(table(json.loads(FILE.read_text())))
         return
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=True)
-    rows: dict[str, Any] = {"command": "make bench", "commit": commit.stdout.strip(), "blocks": args.blocks, "ratios": {}}
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=True
+    )
+    rows: dict[str, Any] = {
+        "command": "make bench",
+        "commit": commit.stdout.strip(),
+        "blocks": args.blocks,
+        "ratios": {},
+    }
     for name, options in MODES.items():
         wall, cpu = measure(options, args.blocks)
         rows["ratios"][name] = {"wall": round(median(wall), 4), "cpu": round(median(cpu), 4)}

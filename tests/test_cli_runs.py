@@ -36,7 +36,13 @@ def waiting(small, tmp_path, policy_file):
     """A run whose incident waits for approval; the training goes on when the test asks it to."""
     training = small()
     with foreshock.watch(
-        training.model, training.optimizer, run_dir=tmp_path / "run", run="night", policy=policy_file(ASKING), allow="enforce", sync=True
+        training.model,
+        training.optimizer,
+        run_dir=tmp_path / "run",
+        run="night",
+        policy=policy_file(ASKING),
+        allow="enforce",
+        sync=True,
     ) as watch:
         watch._shell._polled = 0.0
         batches = watch.batches(training.loader)
@@ -119,7 +125,12 @@ def test_a_run_that_died_is_called_dead(tmp_path, small):
         break
     with RunStore(tmp_path / "run") as store:
         status = json.loads(store.get_meta("status"))
-        child = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True)
+        child = subprocess.run(
+            [sys.executable, "-c", "import os; print(os.getpid())"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         store.set_meta("status", json.dumps({**status, "pid": int(child.stdout)}))
     assert json.loads(cli("status", tmp_path / "run", "--json")[1])["state"] == "died"
     watch.close()
@@ -131,7 +142,10 @@ def test_no_runs_is_a_sentence_not_an_error(tmp_path):
     assert "no runs under" in out
 
 
-@pytest.mark.parametrize("command", [[], ["demo"], ["policy"], ["audit"], ["incident"], ["status"], ["runs"], ["replay"], ["doctor"]])
+@pytest.mark.parametrize(
+    "command",
+    [[], ["demo"], ["policy"], ["audit"], ["incident"], ["status"], ["runs"], ["replay"], ["doctor"]],
+)
 def test_every_command_has_help(command):
     code, out = cli(*command, "--help")
     assert code == 0

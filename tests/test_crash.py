@@ -36,6 +36,29 @@ with foreshock.watch(small.model, small.optimizer, run_dir=sys.argv[1], run="r",
 print("done", flush=True)
 """
 
+FULL_DISK = TRAINING.replace(
+    "        if step >= int(sys.argv[3]):",
+    """        if step == 10:
+            import resource, signal
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        if step >= int(sys.argv[3]):""",
+)
+
+
+@pytest.mark.slow
+def test_when_the_disk_takes_no_more_training_ends_normally_and_nothing_is_done(tmp_path):
+    """The operating system refuses every further byte (a file-size limit), in the middle of the run."""
+    run = tmp_path / "run"
+    command = [sys.executable, "-c", FULL_DISK, str(run), str(HARNESS.parent), "80"]
+    child = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert child.returncode == 0, child.stderr
+    assert child.stdout.endswith("done\n")
+    assert "NOT ACTING" in child.stderr
+    with RunStore.open_readonly(run) as store:
+        assert store.verify().ok
+        assert [r for r in store.audit() if r.kind == "command.issued"] == []
+
 
 @pytest.mark.slow
 def test_killed_at_any_point_of_the_shell_the_record_is_whole(tmp_path):

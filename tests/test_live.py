@@ -221,7 +221,7 @@ CRITERIA = Criteria(initial_delay=16, interval=8, band=3.0, recovered=3, failed=
 
 
 def judge(values):
-    made = Verification("c", "i", CRITERIA, {"a": (1.0, 0.5)}, started=100)
+    made = Verification("c", "i", CRITERIA, {"a": (1.0, 0.5)}, started=100, applied_step=100)
     for clock, value in enumerate(values, start=101):
         verdict = made.update(clock, {"a": (value, 0.0)})
         if verdict:

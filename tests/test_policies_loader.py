@@ -1,4 +1,3 @@
-
 """Every malformed policy gives one readable error at its place, and nothing a file holds can raise anything else."""
 
 from __future__ import annotations

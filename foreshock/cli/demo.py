@@ -96,7 +96,7 @@ def _report(target: Path, facts: dict[str, Any], runs: dict[str, Any]) -> tuple[
         losses = np.full(max(runs[name].losses) + 1, np.nan)
         for step, loss in runs[name].losses.items():
             losses[step] = loss
-        views.append(from_run(runs[name].directory, name, label, losses))
+        views.append(from_run(runs[name].directory, name, label, losses, before=runs["prefix"].directory))
     return write_report(target, "Foreshock: a fault in the attention", views, facts["onset"], facts)
 
 

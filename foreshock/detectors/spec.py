@@ -53,7 +53,7 @@ ATTENTION = (
 )
 SYMPTOMS = (
     SignalSpec("symptom.loss", ("up",), cadence=1, prefix=288),
-    SignalSpec("symptom.grad_norm", ("up",), cadence=1, prefix=288, slope=True, role="symptom"),
+    SignalSpec("symptom.grad_norm", ("up",), cadence=1, prefix=288, role="symptom"),
     SignalSpec("symptom.mlp_update", BOTH),
 )
 DEFAULT = ATTENTION + SYMPTOMS

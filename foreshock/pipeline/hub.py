@@ -204,7 +204,7 @@ class Hub:
 
     def _rule(self, ruling: Ruling) -> None:
         for kind, payload in ruling.audit:
-            self._audit(kind, payload)
+            self._audit(kind, {"step": self.step, **payload})
         for decision in ruling.issue:
             self._issue(decision)
         for receivers, text in ruling.notify:
@@ -260,7 +260,9 @@ class Hub:
         detectors.after_action(self.step, incident.diagnosis.layers or None)
         self._rule(engine.applied(command.incident, self.clock, pause="pause" in actions))
         if "pause" not in actions:
-            self.verification = Verification(command.id, command.incident, self._criteria(incident), reference, self.clock)
+            self.verification = Verification(
+                command.id, command.incident, self._criteria(incident), reference, self.clock, step
+            )
             self._audit(
                 "verification.started",
                 {"command": command.id, "signals": {k: [_number(a), _number(b)] for k, (a, b) in reference.items()}},
@@ -295,7 +297,7 @@ class Hub:
         assert judged is not None
         self._audit(
             "outcome",
-            Outcome(judged.command, judged.incident, judged.started, verdict, reason, cost={"checks": float(len(judged.checks))}).to_json(),
+            Outcome(judged.command, judged.incident, judged.applied_step, verdict, reason, cost={"checks": float(len(judged.checks))}).to_json(),
         )
         self._rule(self._engine().judged(judged.incident, verdict, reason, self.clock))
 

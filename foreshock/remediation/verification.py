@@ -34,6 +34,8 @@ class Verification:
     criteria: Criteria
     reference: dict[str, tuple[float, float]]
     started: int
+    applied_step: int
+    """The clock and the trainer's step at which the command was applied."""
     checks: list[bool] = field(default_factory=list)
     worst: str = ""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from foreshock.remediation.durable import sync
 from foreshock.remediation.live.state import finite, flatten, unflatten
 
 log = logging.getLogger("foreshock")
@@ -90,13 +90,13 @@ class RecoveryStore:
             about = {"version": VERSION, "id": name, "step": step, "batches": batches, "sha256": sums}
             (part / "point.json").write_text(json.dumps(about, indent=1))
             for file in part.iterdir():
-                _sync(file)
+                sync(file)
             size = sum(f.stat().st_size for f in part.iterdir())
             target = self.directory / name
             self._untold.add(name)
             shutil.rmtree(target, ignore_errors=True)
             part.rename(target)
-            _sync(self.directory)
+            sync(self.directory)
             self._on_saved(Saved(name, step, batches, True, size, time.perf_counter() - began))
         except OSError as error:
             shutil.rmtree(part, ignore_errors=True)
@@ -140,10 +140,3 @@ def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

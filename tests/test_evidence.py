@@ -1,0 +1,96 @@
+"""The README's tables come from the committed evidence, the claims hold in it, and one row is made again."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import overhead  # noqa: E402
+
+import evidence  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return evidence.load()
+
+
+@pytest.fixture(scope="module")
+def up7(rows):
+    return [r for r in rows if r["scenario"] == "up7"]
+
+
+def block(name: str) -> str:
+    text = (ROOT / "README.md").read_text()
+    return text.split(f"<!-- {name} -->\n")[1].split(f"\n<!-- /{name} -->")[0].strip()
+
+
+def test_the_readme_shows_the_committed_tables(rows):
+    assert block("evidence") == evidence.tables(rows)
+    assert block("overhead") == overhead.table(json.loads(overhead.FILE.read_text()))
+
+
+def test_every_reported_run_is_there_with_its_commit(rows):
+    assert {(r["scenario"], r["seed"]) for r in rows} == set(evidence.jobs())
+    assert all(r["commit"] for r in rows)
+    assert all(r["audit_verified"] for r in rows)
+
+
+def test_the_untreated_fault_does_harm_and_the_treated_one_does_not(up7):
+    assert all(r["loss_unprotected"] - r["loss_clean"] >= 0.15 for r in up7)
+    excess = [r["loss_protected"] - r["loss_clean"] for r in up7]
+    assert sum(e <= 0.03 for e in excess) >= 9
+    assert max(excess) <= 0.06
+
+
+def test_the_source_probe_is_first(up7):
+    for r in up7:
+        assert r["diagnosis"] == "attention"
+        assert r["layers"] == [0, 1]
+        assert r["diagnosis_step"] - r["onset"] <= 20
+        symptoms = ("loss", "grad_norm", "qk_norm", "max_logit")
+        others = [r[f"first_alarm_by_{name}"] for name in symptoms]
+        assert all(other is None or r["diagnosis_step"] < other for other in others)
+        assert r["onset_interval"][0] <= r["onset"]
+
+
+def test_no_clean_run_was_touched(up7):
+    assert sum(r["actions_in_clean"] for r in up7) == 0
+
+
+def test_a_fault_in_one_layer_names_that_layer_alone(rows):
+    found = [r["layers"] for r in rows if r["scenario"] == "up7-layer1"]
+    assert found == [[1]] * len(evidence.CONTROL_SEEDS)
+
+
+def test_no_control_is_called_attention_or_treated_for_it(rows):
+    controls = [r for r in rows if r["scenario"] in evidence.CONTROLS]
+    assert len(controls) == len(evidence.CONTROLS) * len(evidence.CONTROL_SEEDS)
+    assert all("attention" not in r["diagnosis"] for r in controls)
+    assert all("precision_upcast" not in r["action"] for r in controls)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(420)
+def test_the_demo_makes_one_row_again(up7, tmp_path):
+    """The command of the README, a reported seed, the same story: steps to the step, losses to what machines differ by."""
+    from foreshock.cli.main import app
+
+    row = next(r for r in up7 if r["seed"] == 100)
+    result = CliRunner().invoke(app, ["demo", "attention", "--seed", "100", "--out", str(tmp_path), "--json"])
+    assert result.exit_code == 0, result.output
+    facts = json.loads(result.stdout.splitlines()[-1])
+    for name in ("scenario", "seed", "onset", "diagnosis", "layers", "action", "verdict", "audit_verified"):
+        assert facts[name] == row[name], name
+    assert abs(facts["diagnosis_step"] - row["diagnosis_step"]) <= 8
+    assert facts["loss_unprotected"] - facts["loss_clean"] >= 0.15
+    assert facts["loss_protected"] - facts["loss_clean"] <= 0.06
+    assert Path(facts["report"]).stat().st_size > 50_000
+    assert Path(facts["picture"]).read_bytes()[:4] == b"\x89PNG"
