@@ -8,7 +8,6 @@ SQLite (WAL, synchronous=FULL) in the run directory by default, any SQLAlchemy U
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
 import threading
 import time
@@ -22,6 +21,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 
 from foreshock.remediation.audit import GENESIS, Anchor, AuditRecord, Verdict, canonical, parse, seal, verify
+from foreshock.remediation.durable import sync
 
 DATABASE, ANCHOR, SCHEMA = "run.db", "audit.anchor", "1"
 _PAGE = 256  # rows a read: no reader holds a snapshot so long that the WAL cannot be recycled
@@ -276,9 +276,9 @@ class RunStore:
         file, draft = self.path / ANCHOR, self.path / f"{ANCHOR}.tmp"
         with _readable(f"write {file}", OSError):
             draft.write_text(json.dumps({"sequence": anchor.sequence, "hash": anchor.hash}))
-            _sync(draft)
+            sync(draft)
             draft.replace(file)
-            _sync(self.path)
+            sync(self.path)
 
     @contextmanager
     def _writing(self) -> Iterator[sa.Connection]:
@@ -338,14 +338,6 @@ class RunStore:
 def _begin(connection: sa.Connection) -> None:
     immediate = connection.get_execution_options().get("immediate", False)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if immediate else "BEGIN")
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 @contextmanager
