@@ -73,7 +73,7 @@ def test_a_person_approves_and_the_run_acts(waiting, monkeypatch):
     assert applied == ["precision_upcast"]
     with RunStore.open_readonly(run) as store:
         granted = [r.payload for r in store.audit() if r.kind == "approval.granted"]
-    assert granted == [{"incident": "i1", "decision": "i1.1", "by": "ada"}]
+    assert [(g["incident"], g["decision"], g["by"]) for g in granted] == [("i1", "i1.1", "ada")]
 
 
 def test_a_person_rejects_and_nothing_is_done(waiting, monkeypatch):
