@@ -188,7 +188,8 @@ def test_every_kind_of_record_has_its_sentence():
     assert known["command.issued"] == "Command i1.1 went to all ranks: attention upcast to float32."
     assert all(text != kind and text.endswith(".") for kind, text in known.items())
     others = {
-        "alarm.closed": {"signal": "attention.h1", "step": 3},
+        "alarm.closed": {"signal": "attention.h1", "step": 3, "reason": "action"},
+        "seen": {"signal": "attention.source_t", "step": 3, "reason": "too small to matter"},
         "diagnosis.ended": {"mechanism": "attention", "step": 3},
         "incident.tried": {
             "incident": "i1",

@@ -167,8 +167,10 @@ class Hub:
     def _report(self, report: Report) -> None:
         for alarm in report.opened:
             self._audit("alarm.opened", alarm.to_json())
-        for alarm in report.closed:
-            self._audit("alarm.closed", {"signal": alarm.signal, "step": self.step})
+        for alarm, reason in zip(report.closed, report.reasons, strict=True):
+            self._audit("alarm.closed", {"signal": alarm.signal, "step": self.step, "reason": reason})
+        for signal in report.seen:
+            self._audit("seen", {"signal": signal, "step": self.step, "reason": "significant, but too small to matter"})
         for step, signal in report.outliers:
             self.outliers += 1
             if self.outliers <= MAX_OUTLIERS_AUDITED:

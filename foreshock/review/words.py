@@ -23,7 +23,8 @@ SENTENCES = {
     "policy.loaded": "Policy {name} was loaded from {source}, mode {mode}",
     "alarm.opened": "Signal {signal} left its band ({direction}){layers}: {statistic} against the threshold "
     "{threshold}, {severity}; the change began between steps {onset}",
-    "alarm.closed": "Signal {signal} is back in its band",
+    "alarm.closed": "The alarm of {signal} is over{reason}",
+    "seen": "{signal} is not right{reason}",
     "diagnosis": "Diagnosis, {confidence}: {mechanism}{layers}, {severity}; it began between steps {onset}; "
     "behind it {alarms}",
     "diagnosis.ended": "The diagnosis {mechanism} no longer holds",
