@@ -41,11 +41,13 @@ def synthetic_table() -> SignalTable:
 class Stream:
     """Events as a shell would journal them: a healthy run in which the source score of `layer` jumps at `onset`.
 
-    It answers commands at once, and from then on the score is healthy again (unless `incurable`).
+    With `then`, another layer follows at that step. It answers commands at once, and an upcast heals the layers
+    that it names (unless `incurable`).
     """
 
     onset: int | None = None
     layer: int = 1
+    then: tuple[int, int] | None = None
     steps: int = 400
     seed: int = 0
     ranks: tuple[int, ...] = (0,)
@@ -59,7 +61,9 @@ class Stream:
         """Drive `hub` through the run; every (event, effects) in order."""
         out: list[tuple[Any, list[Any]]] = []
         rng = np.random.default_rng(self.seed)
-        healed = False
+        ill = [] if self.onset is None else [(self.onset, self.layer)]
+        ill += [self.then] if self.then else []
+        healed: set[int] = set()
         clock = 0.0
         step, timeline, seq = 0, 0, 0
 
@@ -76,9 +80,10 @@ class Stream:
             for rank in self.ranks:
                 t = rng.normal(size=4)
                 bias = np.full(4, 1e-5)
-                if self.onset is not None and step >= self.onset and not healed:
-                    t[2 * self.layer : 2 * self.layer + 2] += 9.0
-                    bias[2 * self.layer : 2 * self.layer + 2] = 2e-3
+                for onset, layer in ill:
+                    if step >= onset and layer not in healed:
+                        t[2 * layer : 2 * layer + 2] += 9.0
+                        bias[2 * layer : 2 * layer + 2] = 2e-3
                 if step % 4:
                     t[:] = bias[:] = np.nan
                 values = [*t, *bias, 2.0 + 0.1 * rng.normal(), 1.0 + 0.1 * rng.normal(), 1e-3]
@@ -102,7 +107,8 @@ class Stream:
                     *feed(RecoveryPoint(clock, f"t{timeline}-s{step}", step, step, True, 1000, 0.01)),
                 ]
             for command in [e.command for e in effects if isinstance(e, Issue)]:
-                healed = not self.incurable
+                if not self.incurable:
+                    healed |= set(dict(command.actions).get("precision_upcast", {}).get("layers", []))
                 for rank in self.ranks:
                     feed(Ack(clock, command.id, rank, "applied", step, {}))
                 rewind = dict(command.actions).get("rollback")

@@ -336,3 +336,22 @@ def test_the_onset_of_a_diagnosis_is_the_hull_that_is_never_late():
     (found,) = diagnose([alarm("attention.h1", 100), alarm("attention.hqv", 150)], 500)
     assert found.onset == Interval(91, 100)
     assert math.isfinite(found.alarms[0].statistic)
+
+
+def test_the_absolute_rule_waits_until_the_warm_up_is_over():
+    """Early training moves hqv by itself: in the first round of evidence it cost one clean run an action at step 148."""
+    x = run_values(end=400)
+    early = slice(100, 180)
+    x[early, columns("attention.hqv")] = np.where(np.isnan(x[early, columns("attention.hqv")]), np.nan, -0.2)
+    detectors, reports = play(x)
+    assert detectors.start == 198
+    assert not any(r.opened for r in reports)
+    x[300:, columns("attention.hqv")] = np.where(np.isnan(x[300:, columns("attention.hqv")]), np.nan, -0.2)
+    _, reports = play(x)
+    assert [a.signal for r in reports for a in r.opened] == ["attention.hqv"]
+
+
+def test_without_a_baseline_the_absolute_bound_is_the_reference():
+    detectors, _ = play(run_values(end=260))
+    reference = detectors.reference(["attention.hqv[L0.H0]", "attention.h1[L0.H0]"], 250)
+    assert reference == {"attention.hqv[L0.H0]": (0.0, pytest.approx(0.1 / 3))}

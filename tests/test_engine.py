@@ -94,6 +94,15 @@ def test_failed_verification_climbs_to_the_next_rung_which_waits_for_approval():
     assert [d.names for d in made.answer("i1", True, "ada", 115).issue] == [("rollback",)]
 
 
+def test_what_cannot_be_judged_is_no_ground_for_something_dearer():
+    made = engine()
+    drive(made, [diagnosis()], range(10))
+    made.applied("i1", 10)
+    made.judged("i1", "inconclusive", "nothing was measured", 410)
+    assert drive(made, [], range(411, 440)) == []
+    assert made.incidents[0].state is State.EXHAUSTED
+
+
 def test_an_approval_expires_into_nothing():
     made = engine()
     drive(made, [diagnosis()], range(10))

@@ -58,6 +58,13 @@ def test_what_the_upcast_does_not_cure_is_rolled_back_to_a_point_before_the_onse
     assert records(out, "outcome")[0]["verdict"] == "failed"
 
 
+def test_a_layer_that_falls_ill_during_verification_is_treated_by_the_same_rung(stream):
+    out = stream(onset=200, then=(260, 0)).events(Hub("r"))
+    upcasts = [dict(c.actions)["precision_upcast"]["layers"] for c in issued(out)]
+    assert upcasts == [[1], [0]]
+    assert [p["verdict"] for p in records(out, "outcome")] == ["widened", "recovered"]
+
+
 @pytest.mark.parametrize("mode", ["observe", "dry_run"])
 def test_what_the_code_does_not_allow_is_never_issued(stream, mode):
     out = stream(onset=200, allow=mode).events(Hub("r"))

@@ -26,11 +26,13 @@ class AbsoluteRule:
     every: int = 1
     after: int = 0
     """Steps to wait at the start and after an action: the probe's window must be full."""
+    settled: bool = False
+    """Waits for the start of the baselines too: while the rate rises the signal moves by itself."""
     reach: int = 0
     """Steps by which the fault may lie before the alarm (measured delays)."""
 
 
-HQV = AbsoluteRule("attention.hqv", -0.10, "down", samples=3, every=2, after=64, reach=432)
+HQV = AbsoluteRule("attention.hqv", -0.10, "down", samples=3, every=2, after=64, settled=True, reach=432)
 MISMATCH = AbsoluteRule("attention.mismatch", 0.05, "up", samples=2, reach=8)
 
 Dating = Callable[[str, Sequence[int], str, int], Interval | None]

@@ -148,8 +148,10 @@ class Detectors:
         keys = [self.bank.streams_of[i] for i in self.bank.outliers]
         rivals = {LOSS, UPDATE} - set(self.latches.open)  # once in alarm, how it began is settled
         self._outliers.extend((step, s.signal) for s in keys if s.signal in rivals)
+        settled = self.start is not None and step >= self.start
         for rule, x in zip(self.rules, ruled, strict=True):
-            rule.update(step, x, self.latches, self.bank.onset)
+            if settled or not rule.rule.settled:
+                rule.update(step, x, self.latches, self.bank.onset)
         was_seen = self.source.seen
         self.source.update(step, score, bias, self.latches)
         diagnoses = self._diagnose(step, closed)
@@ -244,14 +246,15 @@ class Detectors:
 
     def reference(self, keys: Iterable[str], at_step: int) -> dict[str, tuple[float, float]]:
         """(level, marginal sd) of each key as it stood at `at_step`, the onset's early end; keys without a
-        baseline are left out. The source probe's layer score has the known null (0, 1)."""
+        baseline are left out. The source probe's layer score has the known null (0, 1), and a signal with an
+        absolute rule that bound at 3 sigma where nothing was learned yet."""
+        bounds = {rule.rule.signal: (0.0, abs(rule.rule.bound) / 3) for rule in self.rules}
         found: dict[str, tuple[float, float]] = {}
         for key in keys:
-            known = (
-                (0.0, 1.0)
-                if key in self._layer_rows
-                else self.bank.reference(self._rows.get(key, ()), at_step)
-            )
+            rows = self._rows.get(key, [])
+            known = (0.0, 1.0) if key in self._layer_rows else self.bank.reference(rows, at_step)
+            if known is None and rows:
+                known = bounds.get(self.bank.streams_of[rows[0]].signal)
             if known is not None:
                 found[key] = known
         return found

@@ -62,6 +62,8 @@ class Hub:
         self.command: Command | None = None
         self.acks: dict[int, dict[str, Any]] = {}
         self.verification: Verification | None = None
+        self.treated: tuple[int, ...] = ()
+        """The layers for which the command under verification was made."""
         self.standing: dict[str, dict[str, Any]] = {}
         self.rewound: dict[str, Any] = {}
         """Detector state as it stood at each recovery point's step."""
@@ -157,7 +159,9 @@ class Hub:
         self.ledger.firing(_onsets(report))
         self._expire()
         if self.verification is not None:
-            verdict = self.verification.update(self.clock, detectors.current(tuple(self.verification.reference)))
+            verdict = self._widened(report.diagnoses) or self.verification.update(
+                self.clock, detectors.current(tuple(self.verification.reference))
+            )
             if verdict is not None:
                 self._judge(*verdict)
         self._rule(engine.advance(self.clock, report.diagnoses))
@@ -250,6 +254,7 @@ class Hub:
             self._stand("precision_upcast", actions["precision_upcast"])
         if "lr_scale" in actions:
             self._stand("lr_scale", actions["lr_scale"])
+        self.treated = incident.diagnosis.layers
         reference = self._reference(incident)
         if "rollback" in actions:
             point = actions["rollback"]["step"]
@@ -269,6 +274,17 @@ class Hub:
                 "verification.started",
                 {"command": command.id, "signals": {k: [_number(a), _number(b)] for k, (a, b) in reference.items()}},
             )
+
+    def _widened(self, diagnoses: tuple[Diagnosis, ...]) -> tuple[str, str] | None:
+        """A verdict where the mechanism under treatment is now diagnosed in layers that were not treated."""
+        assert self.verification is not None
+        incident = self._engine().get(self.verification.incident)
+        for diagnosis in diagnoses:
+            if incident is not None and diagnosis.mechanism is incident.diagnosis.mechanism:
+                new = sorted(set(diagnosis.layers) - set(self.treated))
+                if self.treated and new:
+                    return "widened", f"diagnosed in layer {', '.join(map(str, new))} too"
+        return None
 
     def _reference(self, incident: Incident) -> dict[str, tuple[float, float]]:
         detectors = self._detectors()
@@ -387,6 +403,7 @@ class Hub:
             "command": None if self.command is None else self.command.to_json(),
             "acks": {str(r): a for r, a in self.acks.items()},
             "verification": self.verification.state_dict() if self.verification else None,
+            "treated": list(self.treated),
             "standing": self.standing,
             "rewound": self.rewound,
             "outliers": self.outliers,
@@ -412,6 +429,7 @@ class Hub:
             actions = tuple(next(iter(a.items())) for a in state["command"]["actions"])
             self.command = Command(**{**state["command"], "actions": actions})
         self.acks = {int(r): a for r, a in state["acks"].items()}
+        self.treated = tuple(state["treated"])
         self.verification = Verification.from_state(state["verification"]) if state["verification"] else None
         self.diagnosed = {k: (s, tuple(layers), tuple(signals)) for k, (s, layers, signals) in state["diagnosed"].items()}
 

@@ -417,6 +417,7 @@ class Watch:
         self._attempt, self._clock0, self._greeted = hub.hello.attempt, hub.clock - self._seq, True
         if self._points is not None and fork.points is not None:
             shutil.copytree(fork.points, self._points.directory, dirs_exist_ok=True)
+        self._stand()
         if self._allow != hub.hello.allow:
             lowered = Human(time.time(), "mode", str(self._allow), "fork")
             self._emitter.put(lambda: lowered)
@@ -460,10 +461,14 @@ class Watch:
             time.time(), self._attempt, (0,), self._table, str(self._allow), self._next, unavailable,
             {k: v for k, v in options.items() if v is not None},
         )  # fmt: skip
+        self._stand()
+        self._emitter.put(lambda: hello)
+
+    def _stand(self) -> None:
+        """Apply the run's standing interventions again, before the first step of this attempt or fork."""
         for name, arguments in self._shell.hub.standing.items():
             self._live.stand(name, arguments)
             log.warning("standing intervention of this run applied again: %s", name)
-        self._emitter.put(lambda: hello)
 
     def _each(self, method: str, *arguments: Any) -> None:
         for probe in list(self._probes):

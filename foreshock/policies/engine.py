@@ -95,12 +95,18 @@ class Engine:
         return self._flush()
 
     def judged(self, incident_id: str, verdict: str, reason: str, clock: int) -> Ruling:
-        """The end of a rung: recovered, failed, inconclusive, or a command that never took effect."""
+        """The end of a rung. recovered and inconclusive end the incident: what cannot be judged is no ground for
+        something dearer. widened tries the same rung again, for more layers. Any other verdict (failed, or a
+        command that never took effect) goes on to the next rung."""
         incident = self.get(incident_id)
         if incident and incident.state.busy:
             self._tried(incident, verdict, reason)
             if verdict == "recovered":
                 self._close(incident, State.RECOVERED, clock, reason)
+            elif verdict == "inconclusive":
+                self._close(incident, State.EXHAUSTED, clock, reason)
+            elif verdict == "widened":
+                self._move(incident, State.WAITING, clock, reason)
             else:
                 self._next_rung(incident, clock, reason)
         return self._flush()
