@@ -1,10 +1,11 @@
 """The evidence: many seeds of the attention scenarios and their controls, resumable, kept as a small Parquet.
 
-    make evidence           runs what is missing (about an hour on two cores)
+    make evidence           runs what is missing (about half an hour on two cores)
     make evidence-tables    prints the tables of the README from what is committed
 
-Every run goes through the product: lab model, watch, hub, policy `unattended` in enforce, audit log. Seeds from
-100 up were never used to choose a default.
+Every run goes through the product: lab model, watch, hub, policy `unattended` in enforce, audit log. Defaults were
+chosen on seeds below 100. A first round on seeds 100 to 109 found a false action in one clean run (docs/findings.md);
+the rule behind it was changed, so those seeds are spent and the round that is reported has ten others.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from typing import Any
 HERE = Path(__file__).resolve().parent.parent
 FILE = HERE / "evidence" / "attention.parquet"
 STEPS, ONSET = 1200, 500
-REPORTED = tuple(range(100, 110))
-CONTROL_SEEDS = (100, 101, 102)
+REPORTED = tuple(range(110, 120))
+CONTROL_SEEDS = (110, 111, 112)
 CONTROLS = ("lr10", "lr10-announced", "corrupt", "shift", "stochastic5", "zero5", "output4", "cosine")
 CONTROL_END = 800
 ONE_LAYER_END = 620
