@@ -48,6 +48,7 @@ class Stream:
     onset: int | None = None
     layer: int = 1
     then: tuple[int, int] | None = None
+    nan_from: int | None = None
     steps: int = 400
     seed: int = 0
     ranks: tuple[int, ...] = (0,)
@@ -86,7 +87,10 @@ class Stream:
                         bias[2 * layer : 2 * layer + 2] = 2e-3
                 if step % 4:
                     t[:] = bias[:] = np.nan
-                values = [*t, *bias, 2.0 + 0.1 * rng.normal(), 1.0 + 0.1 * rng.normal(), 1e-3]
+                loss = 2.0 + 0.1 * rng.normal()
+                if self.nan_from is not None and step >= self.nan_from:
+                    loss = np.inf
+                values = [*t, *bias, loss, 1.0 + 0.1 * rng.normal(), 1e-3]
                 frames.append(
                     SignalFrame.build(
                         values,
@@ -104,7 +108,9 @@ class Stream:
             if self.points_every and step % self.points_every == 0:
                 effects = [
                     *effects,
-                    *feed(RecoveryPoint(clock, f"t{timeline}-s{step}", step, step, True, 1000, 0.01)),
+                    *feed(
+                        RecoveryPoint(clock, f"t{timeline}-s{step}", timeline, step, step, True, 1000, 0.01)
+                    ),
                 ]
             for command in [e.command for e in effects if isinstance(e, Issue)]:
                 if not self.incurable:

@@ -91,7 +91,64 @@ def test_failed_verification_climbs_to_the_next_rung_which_waits_for_approval():
     made.judged("i1", "failed", "outside", 110)
     assert drive(made, [diagnosis()], range(111, 115)) == []
     assert made.incidents[0].state is State.AWAITING
-    assert [d.names for d in made.answer("i1", True, "ada", 115).issue] == [("rollback",)]
+    assert made.answer("i1", True, "ada", 115).issue == []
+    assert drive(made, [], range(116, 120)) == [(116, ("rollback",))]
+
+
+def test_an_approval_goes_through_the_gate_like_everything_else():
+    """A person who lowered the mode, or a rival in flight, is not overruled by an approval."""
+    asking = POLICY.replace(
+        "      - do: [{precision_upcast: {}}]\n",
+        "      - {do: [{precision_upcast: {}}], approval: {expires: 50 steps}}\n",
+    )
+    made = engine(text=asking)
+    drive(made, [diagnosis()], range(10))
+    assert made.incidents[0].state is State.AWAITING
+    made.answer("i1", True, "ada", 10)
+    made.mode = Mode.OBSERVE
+    assert drive(made, [diagnosis()], range(11, 20)) == []
+    made = engine(text=asking)
+    drive(made, [diagnosis()], range(10))
+    assert drive(made, [diagnosis(), diagnosis(Mechanism.NUMERICS)], range(10, 12)) == [(10, ("rollback",))]
+    made.answer("i1", True, "ada", 12)
+    assert drive(made, [diagnosis()], range(12, 20)) == []
+    made.applied("i2", 20)
+    made.judged("i2", "recovered", "finite", 21)
+    assert drive(made, [diagnosis()], range(22, 30)) == [(22, ("precision_upcast",))]
+
+
+def test_what_ended_unhealed_is_not_opened_again_until_it_was_gone():
+    made = engine(unavailable=lambda *_: "no")
+    drive(made, [diagnosis(Mechanism.NUMERICS)], range(300))
+    assert [i.state for i in made.incidents] == [State.EXHAUSTED]
+    drive(made, [], range(300, 302))
+    drive(made, [diagnosis(Mechanism.NUMERICS)], range(302, 310))
+    assert [i.id for i in made.incidents] == ["i1", "i2"]
+
+
+def test_a_noted_incident_ends_with_its_diagnosis_whatever_was_unavailable():
+    made = engine(Mode.DRY_RUN, unavailable=lambda name, *_: "no" if name == "rollback" else None)
+    drive(made, [diagnosis(Mechanism.NUMERICS)], range(5))
+    assert made.incidents[0].state is State.NOTED
+    drive(made, [], range(5, 7))
+    assert made.incidents[0].state is State.RESOLVED
+
+
+def test_a_new_policy_set_takes_over_and_ends_what_it_no_longer_names():
+    made = engine()
+    drive(made, [diagnosis(), diagnosis(Mechanism.NUMERICS)], range(2))
+    fewer = Engine(
+        loads(
+            POLICY.replace("mechanism: numerics", "mechanism: router").replace(
+                "name: non-finite", "name: other"
+            )
+        ),
+        lambda *_: None,
+    )
+    ruling = fewer.adopt(made, 3)
+    assert [payload["state"] for kind, payload in ruling.audit if kind == "incident.state"] == ["resolved"]
+    assert [i.policy for i in fewer.incidents] == ["attention"]
+    assert fewer.opened == 2
 
 
 def test_what_cannot_be_judged_is_no_ground_for_something_dearer():

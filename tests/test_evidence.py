@@ -84,7 +84,9 @@ def test_the_demo_makes_one_row_again(up7, tmp_path):
     from foreshock.cli.main import app
 
     row = up7[0]
-    result = CliRunner().invoke(app, ["demo", "attention", "--seed", str(row["seed"]), "--out", str(tmp_path), "--json"])
+    result = CliRunner().invoke(
+        app, ["demo", "attention", "--seed", str(row["seed"]), "--out", str(tmp_path), "--json"]
+    )
     assert result.exit_code == 0, result.output
     facts = json.loads(result.stdout.splitlines()[-1])
     for name in ("scenario", "seed", "onset", "diagnosis", "layers", "action", "verdict", "audit_verified"):

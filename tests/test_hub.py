@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 
 from foreshock.pipeline import codec
 from foreshock.pipeline.assembly import AHEAD, Assembler
-from foreshock.pipeline.events import Audit, Confirmation, Frames, Issue, decode, encode
+from foreshock.pipeline.events import (
+    Ack,
+    Audit,
+    Confirmation,
+    Frames,
+    Human,
+    Issue,
+    RecoveryPoint,
+    decode,
+    encode,
+)
 from foreshock.pipeline.hub import Hub
 from foreshock.remediation.audit import canonical
 from foreshock.signals import SignalFrame
@@ -63,6 +73,43 @@ def test_a_layer_that_falls_ill_during_verification_is_treated_by_the_same_rung(
     upcasts = [dict(c.actions)["precision_upcast"]["layers"] for c in issued(out)]
     assert upcasts == [[1], [0]]
     assert [p["verdict"] for p in records(out, "outcome")] == ["widened", "recovered"]
+
+
+def test_a_nan_that_goes_on_after_the_treatment_climbs_the_ladder(stream):
+    policy = """
+apiVersion: foreshock/v1
+name: nan
+mode: enforce
+policies:
+  - {name: nan, match: {mechanism: numerics}, ladder: [{do: [{lr_scale: {factor: 0.5}}]}, {do: [{pause: {}}]}]}
+"""
+    out = stream(nan_from=100, steps=300, policy=policy).events(Hub("r"))
+    assert [[name for name, _ in c.actions] for c in issued(out)] == [["lr_scale"], ["pause"]]
+    assert records(out, "outcome")[0]["verdict"] == "failed"
+    assert len(records(out, "incident.opened")) == 1
+
+
+def test_a_point_of_an_abandoned_timeline_is_not_known(stream):
+    hub = Hub("r")
+    stream(onset=200, incurable=True, steps=420).events(hub)
+    assert hub.assembler.timeline > 0
+    known = [p.step for p in hub.ledger.points]
+    hub.handle(RecoveryPoint(1.0, "late", 0, hub.step, hub.step, True, 1, 0.0))
+    assert [p.step for p in hub.ledger.points] == known
+
+
+def test_lowering_the_mode_stops_what_has_not_been_decided(stream):
+    hub = Hub("r")
+    out = stream(onset=200, steps=190).events(hub)
+    hub.handle(Human(1.0, "mode", "observe", "ada"))
+    rest = stream(onset=200).events(Hub("r"))[len(out) :]
+    assert not [
+        e
+        for event, _ in rest
+        if not isinstance(event, Ack)
+        for e in hub.handle(event)
+        if isinstance(e, Issue)
+    ]
 
 
 @pytest.mark.parametrize("mode", ["observe", "dry_run"])

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from foreshock.detectors.types import Diagnosis, Interval, Mechanism, Severity
 from foreshock.remediation.commands import NOT_BUILT, Unavailable, resolve
-from foreshock.remediation.live.actions import RateScale
-from foreshock.remediation.live.data import DataCursor
+from foreshock.remediation.live.actions import RateScale, Trainer
+from foreshock.remediation.live.data import DataCursor, NotRewindable
 from foreshock.remediation.live.recovery import PointBroken, RecoveryStore
 from foreshock.remediation.live.state import NotStorable, flatten, rng_state, set_rng_state, unflatten
 from foreshock.remediation.points import Point, PointLedger
@@ -75,7 +75,7 @@ def store(tmp_path):
 
 
 def test_a_point_is_whole_or_absent(store):
-    store.save("p1", 10, 10, {"w": torch.arange(4.0)}, wait=True)
+    store.save("p1", 0, 10, 10, {"w": torch.arange(4.0)}, wait=True)
     assert torch.equal(store.load("p1")["w"], torch.arange(4.0))
     assert [s.id for s in store.saved] == ["p1"]
     (store.directory / ".part-p2").mkdir()
@@ -85,7 +85,7 @@ def test_a_point_is_whole_or_absent(store):
 
 @pytest.mark.parametrize("file", ["tensors.safetensors", "state.json", "point.json"])
 def test_a_damaged_point_is_found_before_it_is_used(store, file):
-    store.save("p1", 10, 10, {"w": torch.arange(4.0)}, wait=True)
+    store.save("p1", 0, 10, 10, {"w": torch.arange(4.0)}, wait=True)
     path = store.directory / "p1" / file
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -98,14 +98,14 @@ def test_a_damaged_point_is_found_before_it_is_used(store, file):
 
 
 def test_nothing_non_finite_is_ever_saved(store):
-    store.save("p1", 10, 10, {"w": torch.tensor([1.0, float("nan")])}, wait=True)
+    store.save("p1", 0, 10, 10, {"w": torch.tensor([1.0, float("nan")])}, wait=True)
     assert store.saved[0].finite is False
     assert not (store.directory / "p1").exists()
 
 
 def test_pruning_keeps_what_the_hub_has_not_heard_of(store):
     for name in ("p1", "p2", "p3"):
-        store.save(name, 10, 10, {"w": torch.ones(1)}, wait=True)
+        store.save(name, 0, 10, 10, {"w": torch.ones(1)}, wait=True)
     store.prune({"p2"}, told="p1")
     store.prune({"p2"}, told="p2")
     assert sorted(p.name for p in store.directory.iterdir()) == ["p2", "p3"]
@@ -134,6 +134,75 @@ def test_the_same_batches_come_again_after_a_rewind(kind, at, drawn, skip):
     cursor.rewind(position, (at, at + skip) if skip else None)
     set_rng_state(rng)
     assert read(batches, 15) == plainly[at + skip : at + skip + 15]
+
+
+def rewound(loader, at=5, drawn=7):
+    cursor = DataCursor(loader, None)
+    batches = iter(cursor)
+    [next(batches) for _ in range(at)]
+    position, rng = cursor.position(), rng_state()
+    first = [str(next(batches)) for _ in range(drawn)]
+    cursor.rewind(position)
+    set_rng_state(rng)
+    return first, [str(next(batches)) for _ in range(drawn)]
+
+
+def test_a_samplers_own_generator_is_rewound_too():
+    data = torch.utils.data.TensorDataset(torch.arange(40))
+    sampler = torch.utils.data.RandomSampler(data, generator=torch.Generator().manual_seed(5))
+    first, again = rewound(torch.utils.data.DataLoader(data, batch_size=2, sampler=sampler))
+    assert first == again
+
+
+def test_a_loader_that_never_gives_the_same_batches_is_refused():
+    class Restless:
+        rng = np.random.default_rng(0)
+
+        def __iter__(self):
+            return iter(self.rng.permutation(20))
+
+    with pytest.raises(NotRewindable):
+        rewound(Restless())
+
+
+def test_an_empty_loader_ends():
+    assert list(DataCursor([], None)) == []
+
+
+def test_a_position_can_be_held_and_put_back():
+    cursor = DataCursor(list(range(10)), None)
+    batches = iter(cursor)
+    [next(batches) for _ in range(3)]
+    position = cursor.position()
+    [next(batches) for _ in range(2)]
+    back = cursor.hold()
+    cursor.rewind(position, (4, 6))
+    back()
+    assert [next(batches) for _ in range(3)] == [5, 6, 7]
+
+
+def test_moments_kept_wider_than_their_parameter_come_back_wide():
+    weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    optimizer.state[weight]["master"] = torch.tensor([1.0001, 2.0002])
+    trainer = Trainer(torch.nn.ParameterList([weight]), optimizer)
+    tensors = {}
+    state = unflatten(flatten(trainer.capture(), tensors), tensors)
+    optimizer.state[weight]["master"] = torch.zeros(2)
+    trainer.restore(state)
+    assert optimizer.state[weight]["master"].tolist() == pytest.approx([1.0001, 2.0002], abs=1e-7)
+
+
+def test_paths_that_look_alike_do_not_collide():
+    value = {
+        "a/b": torch.zeros(1),
+        "a": {"b": torch.ones(1)},
+        1: torch.tensor([2.0]),
+        "1": torch.tensor([3.0]),
+    }
+    tensors = {}
+    back = unflatten(flatten(value, tensors), tensors)
+    assert [float(x) for x in (back["a/b"], back["a"]["b"], back[1], back["1"])] == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_a_one_shot_iterator_says_why_it_cannot_be_rewound():
@@ -177,8 +246,11 @@ def test_no_rollback_ever_lands_on_a_poisoned_point(steps, onset, now, mechanism
     chosen = made.choose(onset, now, frozenset({mechanism}))
     if chosen is not None:
         assert chosen.step <= onset
-        assert all(chosen.step <= early for name, early in firing.items() if name != mechanism)
+        assert all(chosen.step <= early for early in firing.values())
         assert mechanism == "attention" or now >= chosen.step + 450
+    made.firing({})
+    later = made.choose(onset, now + 1000, frozenset({mechanism}))
+    assert later is None or all(later.step <= early for early in firing.values())
     assert ledger(*sorted(steps), finite=False).choose(onset, now, frozenset({mechanism})) is None
 
 

@@ -39,7 +39,8 @@ def train(small, steps, directory=None, fault_at=None, cure_at_rewind=True, on_s
         return losses, weights
     step, rewound = 0, False
     options = {"policy": "unattended", "allow": "enforce", "sync": True, "start": 20, **options}
-    with foreshock.watch(small.model, small.optimizer, run_dir=directory, run="r", **options) as watch:
+    state = options.pop("state", None)
+    with foreshock.watch(small.model, small.optimizer, state, run_dir=directory, run="r", **options) as watch:
         for batch in watch.batches(small.loader, epochs=small.epochs):
             if fault_at is not None and step >= fault_at and not rewound:
                 small.break_attention(UP6)
@@ -66,11 +67,12 @@ def audit(directory, kind=None):
         return [r for r in store.audit() if kind in (None, r.kind)]
 
 
-@pytest.mark.parametrize("sync", [True, False])
-def test_watched_and_unwatched_runs_are_identical_bit_for_bit(small, tmp_path, sync):
-    bare = small(dropout=0.1)
+@pytest.mark.parametrize(("sync", "loader"), [(True, "bytes"), (False, "bytes"), (True, "shuffled")])
+def test_watched_and_unwatched_runs_are_identical_bit_for_bit(small, tmp_path, sync, loader):
+    """A shuffled DataLoader draws from the generator that the dropout draws from too."""
+    bare = small(loader=loader, dropout=0.1)
     losses, _ = train(bare, 60)
-    watched = small(dropout=0.1)
+    watched = small(loader=loader, dropout=0.1)
     seen, _ = train(watched, 60, tmp_path, allow="observe", sync=sync)
     assert seen == losses
     for a, b in zip(bare.model.parameters(), watched.model.parameters(), strict=True):
@@ -148,7 +150,7 @@ def test_pause_saves_and_stops(small, tmp_path, policy_file):
     losses, _ = train(small(), 200, tmp_path, fault_at=30, policy=policy, points_every=50)
     assert max(losses) < 60
     stopped = audit(tmp_path, "command.applied")[0].payload["step"]
-    assert (tmp_path / "points" / f"a1-t0-s{stopped:08d}" / "point.json").exists()
+    assert (tmp_path / "points" / f"pause-a1-t0-s{stopped:08d}" / "point.json").exists()
 
 
 def test_lr_scale_slows_the_model_and_leaves_the_users_rate_alone(small, tmp_path, policy_file):
@@ -183,8 +185,8 @@ def test_the_upcast_cures_and_is_reapplied_by_the_next_attempt(small, tmp_path):
             break
     first = audit(tmp_path, "attempt.started")[-1].payload
     assert first["attempt"] == 2
-    assert first["standing"]["precision_upcast"]["layers"] == [0, 1]
-    assert upcasted == {0: "float32", 1: "float32"} or dict(watch._trainer.interceptor.upcasted) == {}
+    assert first["standing"] == [{"precision_upcast": {"layers": [0, 1], "how": "float32"}}]
+    assert upcasted == {0: "float32", 1: "float32"}
 
 
 def test_replay_of_a_real_run_gives_the_same_records(small, tmp_path):
@@ -207,6 +209,104 @@ def test_microsteps_are_averaged(small, tmp_path):
             watch.step()
             break
     assert read(tmp_path)["symptom.loss"].to_pylist()[0] == pytest.approx(float(loss) + 0.5, rel=1e-5)
+
+
+class Stubborn:
+    """A scheduler whose state cannot be loaded."""
+
+    def state_dict(self):
+        return {"n": 1}
+
+    def load_state_dict(self, state):
+        raise RuntimeError("not today")
+
+
+def test_a_rollback_that_cannot_be_completed_changes_nothing_and_is_on_record(small, tmp_path, policy_file):
+    training = small(dropout=0.1)
+    policy = policy_file(ROLLBACK)
+    found, _ = train(
+        training,
+        70,
+        tmp_path / "a",
+        fault_at=32,
+        policy=policy,
+        points_every=10,
+        state={"scheduler": Stubborn()},
+    )
+    twin = small(dropout=0.1)
+    expected, _ = train(twin, 70, tmp_path / "b", fault_at=32, allow="observe")
+    assert found == expected
+    assert audit(tmp_path / "a", "command.applied") == []
+    outcome = audit(tmp_path / "a", "outcome")[0].payload
+    assert (outcome["verdict"], "not today" in outcome["reason"]) == ("failed", True)
+
+
+def test_a_broken_point_is_passed_over_for_an_older_one(small, tmp_path, policy_file):
+    def damage(watch, step):
+        if step == 35:
+            newest = tmp_path / "points" / "a1-t0-s00000015"
+            (newest / "tensors.safetensors").write_bytes(b"gone")
+
+    train(small(), 70, tmp_path, fault_at=32, policy=policy_file(ROLLBACK), points_every=5, on_step=damage)
+    verdicts = [r.payload["verdict"] for r in audit(tmp_path, "outcome")]
+    issued = [r.payload["actions"][0]["rollback"]["step"] for r in audit(tmp_path, "command.issued")]
+    assert verdicts[0] == "point broken"
+    assert issued == [15, 10]
+    assert audit(tmp_path, "command.applied")[0].payload["acks"]["0"]["rollback"]["to"] == 10
+
+
+def test_a_rollback_does_not_cross_into_an_earlier_loop(small, tmp_path, policy_file, caplog):
+    training = small(steps=1000)
+    step = 0
+    with foreshock.watch(
+        training.model, training.optimizer, run_dir=tmp_path, allow="enforce", policy=policy_file(ROLLBACK), sync=True,
+        start=20, points_every=10,
+    ) as watch:  # fmt: skip
+        for _ in range(2):
+            for batch in watch.batches(training.loader):
+                training.break_attention(UP6 if step >= 32 else None)
+                step = watch.step(training.train_step(batch)).step
+                if step % 30 == 0:
+                    break
+    assert "cannot cross" in caplog.text
+    assert "earlier watch.batches()" in audit(tmp_path, "outcome")[0].payload["reason"]
+
+
+def test_a_mask_of_infinities_does_not_forbid_recovery_points(small, tmp_path):
+    training = small()
+    training.model.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
+    train(training, 21, tmp_path, points_every=10)
+    assert len(list((tmp_path / "points").iterdir())) == 2
+
+
+def test_one_directory_has_one_decider(small, tmp_path, caplog):
+    first, second = small(), small()
+    with (
+        foreshock.watch(first.model, first.optimizer, run_dir=tmp_path, allow="enforce", sync=True) as a,
+        foreshock.watch(second.model, second.optimizer, run_dir=tmp_path, allow="enforce", sync=True) as b,
+    ):
+        for batch, _ in zip(a.batches(first.loader), range(3), strict=False):
+            a.step(first.train_step(batch))
+            b.step(second.train_step(batch))
+    assert "another watch is running" in caplog.text
+    with RunStore.open_readonly(tmp_path) as store:
+        assert store.verify().ok
+        assert replay(store).difference is None
+
+
+def test_a_run_can_be_taken_up_after_a_bad_policy_or_a_strange_announcement(
+    small, tmp_path, policy_file, caplog
+):
+    train(
+        small(), 5, tmp_path / "run", policy=policy_file("apiVersion: foreshock/v1\nname: x\nmoed: enforce\n")
+    )
+    train(small(), 5, tmp_path / "run", on_step=lambda w, _: w.expect(object(), steps=np.int64(-3)))
+    caplog.clear()
+    train(small(), 5, tmp_path / "run")
+    assert status_of(tmp_path / "run")["failure"] is None
+    with RunStore.open_readonly(tmp_path / "run") as store:
+        assert replay(store).difference is None
+        assert len([r for r in store.audit() if r.kind == "announcement"]) == 5
 
 
 # -- training may not fail ---------------------------------------------------------------------------------

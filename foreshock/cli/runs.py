@@ -58,8 +58,8 @@ def status(run: Run, as_json: Json = False) -> None:
         out.print(f"[yellow]not watched[/yellow]  {limit}")
     for name, reason in facts.get("unavailable", {}).items():
         out.print(f"[yellow]unavailable[/yellow]  {name}: {reason}")
-    for name, arguments in facts.get("standing", {}).items():
-        out.print(f"standing  {name} {json.dumps(arguments)}")
+    for intervention in facts.get("standing", []):
+        out.print(f"standing  {json.dumps(intervention)}")
     spent = facts.get("spent") or {}
     out.print(
         f"spent     {spent.get('actions', 0)} actions, {spent.get('rollbacks', 0)} rollbacks; {len(facts.get('incidents', []))} incidents"

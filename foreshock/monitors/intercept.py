@@ -328,17 +328,21 @@ class Interceptor:
         """Layers whose attention is replaced now, and how."""
         return {layer: tap.how for layer, tap in self._taps.items() if tap.how is not None}
 
-    def upcast(self, layers: Sequence[int], how: How = "float32") -> None:
-        """From the next call on, compute these layers' attention in float32 or by its stabilised form.
-
-        All layers or none: raises `Unavailable` before anything is changed.
-        """
+    def check(self, layers: Sequence[int], how: How = "float32") -> None:
+        """Raises `Unavailable` where `upcast` would."""
         for layer in layers:
             if layer not in self._taps:
                 raise Unavailable(f"layer {layer} has no attention site")
             tap = self._taps[layer]
             if how == "stabilised" and (tap.site.call is None or not hasattr(tap.kernel, "stabilised")):
                 raise Unavailable(f"the attention of layer {layer} has no stabilised form; use float32")
+
+    def upcast(self, layers: Sequence[int], how: How = "float32") -> None:
+        """From the next call on, compute these layers' attention in float32 or by its stabilised form.
+
+        All layers or none: raises `Unavailable` before anything is changed.
+        """
+        self.check(layers, how)
         for layer in layers:
             self._taps[layer].how = how
 

@@ -43,7 +43,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Ack:
-    """A rank's word on a command: applied (at `step`), failed or refused."""
+    """A rank's word on a command: applied (at `step`), failed, refused, or "point broken" (`detail` names it)."""
 
     time: float
     command: str
@@ -59,6 +59,7 @@ class RecoveryPoint:
 
     time: float
     id: str
+    timeline: int
     step: int
     batches: int
     finite: bool

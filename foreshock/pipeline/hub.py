@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from foreshock.detectors import Detectors, Report
-from foreshock.detectors.types import Diagnosis
+from foreshock.detectors.types import Diagnosis, Mechanism
 from foreshock.pipeline.assembly import Assembler
 from foreshock.pipeline.events import (
     Ack,
@@ -64,7 +64,8 @@ class Hub:
         self.verification: Verification | None = None
         self.treated: tuple[int, ...] = ()
         """The layers for which the command under verification was made."""
-        self.standing: dict[str, dict[str, Any]] = {}
+        self.standing: list[tuple[str, dict[str, Any]]] = []
+        """Interventions of the run, in order: every new attempt starts with them."""
         self.rewound: dict[str, Any] = {}
         """Detector state as it stood at each recovery point's step."""
         self.outliers = 0
@@ -94,13 +95,10 @@ class Hub:
     def _policy(self, event: PolicyLoaded) -> None:
         policies = loads(event.text, event.source)
         self.policy_text = (event.text, event.source)
-        before = self.engine
-        self.engine = Engine(policies, self._unavailable)
-        if before is not None:
-            self.engine.load_state_dict(before.state_dict())
-            kept = {p.name for p in policies.policies}
-            self.engine.incidents = [i for i in self.engine.incidents if not i.state.open or i.policy in kept]
+        before, self.engine = self.engine, Engine(policies, self._unavailable)
         self._audit("policy.loaded", {"name": policies.name, "source": event.source, "mode": str(policies.mode)})
+        if before is not None:
+            self._rule(self.engine.adopt(before, self.clock))
 
     def _hello(self, event: Hello) -> None:
         engine = self._engine()
@@ -124,7 +122,7 @@ class Hub:
                 "table": event.table.id,
                 "mode": self.modes(),
                 "unavailable": event.unavailable,
-                "standing": self.standing,
+                "standing": [{name: arguments} for name, arguments in self.standing],
                 "options": event.options,
             },
         )
@@ -159,7 +157,7 @@ class Hub:
         self.ledger.firing(_onsets(report))
         self._expire()
         if self.verification is not None:
-            verdict = self._widened(report.diagnoses) or self.verification.update(
+            verdict = self._again_ill(report.diagnoses) or self.verification.update(
                 self.clock, detectors.current(tuple(self.verification.reference))
             )
             if verdict is not None:
@@ -193,11 +191,14 @@ class Hub:
         if every and step % every == 0:
             self.rewound[str(step)] = self._detectors().snapshot()
             known = {str(p.step) for p in self.ledger.points}
-            self.rewound = {k: v for k, v in self.rewound.items() if k in known or int(k) > step - 2 * every}
+            self.rewound = {k: v for k, v in self.rewound.items() if k in known or int(k) > step - 4 * every}
 
     # -- commands -----------------------------------------------------------------------------------------
 
     def _unavailable(self, name: str, arguments: dict[str, Any], incident: Incident) -> str | None:
+        if name == "rollback" and self._engine().mode is not Mode.ENFORCE:
+            # No points are taken below enforce, so only what would forbid it there counts.
+            return self.hello.unavailable.get(name) if self.hello else None
         try:
             self._resolve(name, arguments, incident.diagnosis)
         except Unavailable as reason:
@@ -224,7 +225,8 @@ class Hub:
         except Unavailable as reason:  # a point was lost while a person thought about it
             self._rule(self._engine().judged(decision.incident, "unavailable", str(reason), self.clock))
             return
-        command = Command(decision.id, self.hello.attempt, decision.incident, actions, self.clock, self.clock + EXPIRES)
+        seq = self._seq()
+        command = Command(decision.id, self.hello.attempt, decision.incident, actions, seq, seq + EXPIRES)
         self.command, self.acks = command, {}
         self.ledger.pinned |= {arguments["point"] for name, arguments in actions if name == "rollback"}
         self._audit("command.issued", command.to_json())
@@ -238,8 +240,11 @@ class Hub:
         self.acks[event.rank] = {"result": event.result, "step": event.step, **event.detail}
         if event.result != "applied":
             self.command = None
-            self._outcome(command, None, event.result, str(event.detail.get("reason", "")))
-            self._rule(self._engine().judged(command.incident, event.result, str(event.detail.get("reason", "")), self.clock))
+            reason = str(event.detail.get("reason", ""))
+            if event.result == "point broken":
+                self.ledger.drop(str(event.detail["point"]))
+            self._outcome(command, None, event.result, reason)
+            self._rule(self._engine().judged(command.incident, event.result, reason, self.clock))
         elif set(self.acks) >= set(self.assembler.ranks):
             self._applied(command, event.step)
 
@@ -250,10 +255,9 @@ class Hub:
         assert incident is not None
         actions = dict(command.actions)
         self._audit("command.applied", {"command": command.id, "step": step, "acks": {str(r): a for r, a in self.acks.items()}})
-        if "precision_upcast" in actions:
-            self._stand("precision_upcast", actions["precision_upcast"])
-        if "lr_scale" in actions:
-            self._stand("lr_scale", actions["lr_scale"])
+        for name in ("precision_upcast", "lr_scale"):
+            if name in actions and (name, actions[name]) not in self.standing:
+                self.standing.append((name, actions[name]))
         self.treated = incident.diagnosis.layers
         reference = self._reference(incident)
         if "rollback" in actions:
@@ -275,15 +279,18 @@ class Hub:
                 {"command": command.id, "signals": {k: [_number(a), _number(b)] for k, (a, b) in reference.items()}},
             )
 
-    def _widened(self, diagnoses: tuple[Diagnosis, ...]) -> tuple[str, str] | None:
-        """A verdict where the mechanism under treatment is now diagnosed in layers that were not treated."""
+    def _again_ill(self, diagnoses: tuple[Diagnosis, ...]) -> tuple[str, str] | None:
+        """A verdict that need not wait: still not finite, or ill in layers that were not treated."""
         assert self.verification is not None
         incident = self._engine().get(self.verification.incident)
         for diagnosis in diagnoses:
-            if incident is not None and diagnosis.mechanism is incident.diagnosis.mechanism:
-                new = sorted(set(diagnosis.layers) - set(self.treated))
-                if self.treated and new:
-                    return "widened", f"diagnosed in layer {', '.join(map(str, new))} too"
+            if incident is None or diagnosis.mechanism is not incident.diagnosis.mechanism:
+                continue
+            if diagnosis.mechanism is Mechanism.NUMERICS:
+                return "failed", f"not finite again at step {diagnosis.step}"
+            new = sorted(set(diagnosis.layers) - set(self.treated))
+            if self.treated and new:
+                return "widened", f"diagnosed in layer {', '.join(map(str, new))} too"
         return None
 
     def _reference(self, incident: Incident) -> dict[str, tuple[float, float]]:
@@ -300,16 +307,6 @@ class Hub:
     def _policy_of(self, incident: Incident) -> Any:
         return next(p for p in self._engine().policies.policies if p.name == incident.policy)
 
-    def _stand(self, name: str, arguments: dict[str, Any]) -> None:
-        """An upcast or a scaled rate is the run's, not the process's: new attempts start with it."""
-        before = self.standing.get(name)
-        if name == "lr_scale" and before:
-            arguments = {**arguments, "factor": before["factor"] * arguments["factor"]}
-        if name == "precision_upcast" and before:
-            layers = None if None in (before["layers"], arguments["layers"]) else sorted({*before["layers"], *arguments["layers"]})
-            arguments = {**arguments, "layers": layers}
-        self.standing[name] = arguments
-
     def _judge(self, verdict: str, reason: str) -> None:
         judged, self.verification = self.verification, None
         assert judged is not None
@@ -323,8 +320,12 @@ class Hub:
         self._audit("outcome", Outcome(command.id, command.incident, step, verdict, reason, dict(self.acks)).to_json())
 
     def _expire(self) -> None:
-        if self.command is not None and self.clock > self.command.expires:
+        if self.command is not None and self._seq() > self.command.expires:
             self._fence(f"not applied within {EXPIRES} steps")
+
+    def _seq(self) -> int:
+        """The newest frame number of any rank: the only count that a rank and the hub share."""
+        return max(self.assembler.seen.values(), default=0)
 
     def _fence(self, reason: str) -> None:
         self.verification = None
@@ -339,7 +340,7 @@ class Hub:
         """Nothing in the hub is measured in seconds yet; the tick only moves the journal's clock."""
 
     def _point(self, event: RecoveryPoint) -> None:
-        if event.step <= self.step + 1:
+        if event.timeline == self.assembler.timeline and str(event.step) in self.rewound:
             self.ledger.add(Point(event.id, event.step, event.batches, self.clock, event.finite))
             self.ledger.prune(self.step)
         self._audit(
@@ -404,7 +405,7 @@ class Hub:
             "acks": {str(r): a for r, a in self.acks.items()},
             "verification": self.verification.state_dict() if self.verification else None,
             "treated": list(self.treated),
-            "standing": self.standing,
+            "standing": [list(item) for item in self.standing],
             "rewound": self.rewound,
             "outliers": self.outliers,
             "diagnosed": {k: [s, list(layers), list(signals)] for k, (s, layers, signals) in self.diagnosed.items()},
@@ -422,7 +423,8 @@ class Hub:
             self.detectors.load_state_dict(state["detectors"])
         self.assembler.load_state_dict(state["assembler"])
         self.ledger.load_state_dict(state["ledger"])
-        for name in ("clock", "step", "human_mode", "standing", "rewound", "outliers"):
+        self.standing = [(name, arguments) for name, arguments in state["standing"]]
+        for name in ("clock", "step", "human_mode", "rewound", "outliers"):
             setattr(self, name, state[name])
         self.command = None
         if state["command"] is not None:

@@ -7,6 +7,7 @@ few of them in a crash loses measurements, never a decision.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -14,13 +15,14 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import foreshock
 from foreshock.pipeline import codec
 from foreshock.pipeline.events import VERSION, Audit, Effect, Event, Frames, Human, Issue, Notify, Snapshot, decode, encode
 from foreshock.pipeline.hub import Hub
 from foreshock.pipeline.store import RunStore, StoreError
+from foreshock.policies.models import Mode
 from foreshock.remediation.types import Command
 
 log = logging.getLogger("foreshock")
@@ -51,13 +53,20 @@ class LocalShell:
         self._store: RunStore | None = None
         self.writers: list[Callable[[Frames], None]] = []
         """Called with every frame event after it was handled (the Parquet writer)."""
+        self._claim: IO[str] | None = None
         try:
+            self._claim = _claim(directory)
             self._store = RunStore(directory)
             self._recover()
-        except StoreError as error:
+        except (StoreError, OSError) as error:
             self._lose_disk(error)
         except Exception as error:
             self._stop(f"the run in {directory} cannot be taken up again: {type(error).__name__}: {error}")
+
+    @property
+    def acting(self) -> bool:
+        """Whether a command may be applied now: the hub works, its record too, and nobody lowered the mode."""
+        return self.failure is None and self.hub.engine is not None and self.hub.engine.mode is Mode.ENFORCE
 
     @property
     def attempt(self) -> int:
@@ -88,6 +97,8 @@ class LocalShell:
                 except StoreError as error:
                     self._lose_disk(error)
                 self._store.close()
+            if self._claim is not None:
+                self._claim.close()
 
     def publish(self, status: dict[str, Any]) -> None:
         """What the rank side knows (limits, settings, coverage), shown by `foreshock status`."""
@@ -114,6 +125,7 @@ class LocalShell:
             effects = self.hub.handle(event)
         except Exception as error:
             log.exception("the hub failed on %s", type(event).__name__)
+            self._buffer.pop()  # the journal stays one that folds: a run can be taken up again
             self._stop(f"{type(error).__name__}: {error}")
             return []
         try:
@@ -122,6 +134,11 @@ class LocalShell:
                 self._commit(effects, status="running")
         except StoreError as error:
             self._lose_disk(error)
+        except BaseException as error:  # the hub has moved on and its record has not: nothing more may follow
+            self._lose_disk(error)
+            if not isinstance(error, Exception):
+                raise
+            return []
         return effects
 
     def _commit(self, effects: list[Effect], status: str) -> None:
@@ -180,7 +197,7 @@ class LocalShell:
         except StoreError as error:
             self._lose_disk(error)
 
-    def _lose_disk(self, error: Exception) -> None:
+    def _lose_disk(self, error: BaseException) -> None:
         self.unaudited = True
         self.failure = f"the record cannot be written, so nothing will be done: {error}"
         self._buffer.clear()
@@ -202,9 +219,21 @@ class LocalShell:
             "incidents": [i.to_json() for i in engine.incidents] if engine else [],
             "spent": {"actions": engine.spent.actions, "rollbacks": engine.spent.rollbacks} if engine else {},
             "unavailable": hub.hello.unavailable if hub.hello else {},
-            "standing": hub.standing,
+            "standing": [{name: arguments} for name, arguments in hub.standing],
             "frames": {"dropped": hub.assembler.dropped, "gaps": hub.assembler.gaps},
             "points": [p.step for p in hub.ledger.points],
             "budget_held": hub.detectors.budget_held() if hub.detectors else None,
             **self._facts,
         }
+
+
+def _claim(directory: Path) -> IO[str]:
+    """One decider a run directory: held until it is closed or its process ends. Raises OSError where it is taken."""
+    directory.mkdir(parents=True, exist_ok=True)
+    file = (directory / "lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise OSError(f"another watch is running in {directory}") from None
+    return file

@@ -7,12 +7,14 @@ fails is given up, loudly, for the rest of the run.
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
+import os
 import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -24,7 +26,7 @@ from foreshock.pipeline.events import Ack, Announcement, Event, Frames, Hello, H
 from foreshock.pipeline.local import LocalShell
 from foreshock.pipeline.mechanisms import installed
 from foreshock.pipeline.settings import acting_mode, choose, run_directory, switched_off
-from foreshock.policies import PolicyError, source_text
+from foreshock.policies import PolicyError, loads, source_text
 from foreshock.policies.models import Mode
 from foreshock.remediation.types import Command
 from foreshock.signals import SignalFrame, SignalTable
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("foreshock")
 
 POINTS_EVERY = 50
+_COUNT = itertools.count(1)
 REMEMBERED = 4096
 """Steps for which the number of batches drawn is remembered, so that a window of data can be named."""
 
@@ -140,7 +143,7 @@ def watch(
     for name, thing in (state or {}).items():
         if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
             raise TypeError(f"state[{name!r}] has no state_dict and load_state_dict")
-    name = run or time.strftime("%Y%m%d-%H%M%S")
+    name = run or time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}-{next(_COUNT)}"
     directory = run_directory(settings["run_dir"], name)
     return Watch(
         model, optimizer, state or {}, directory=directory, run=name if run_dir is None or run else directory.name,
@@ -188,9 +191,9 @@ class Watch:
         trainer.probes = probes
         self._trainer, self._probes = trainer, probes
         self._spans = self._lay_out(probes)
-        self._micro: list[Tensor] = []
+        self._micro: list[Any] = []
         self._batches: dict[int, int] = {}
-        self._ready: deque[tuple[Command, dict[str, Any], str | None]] = deque()
+        self._ready: deque[tuple[Command, dict[str, Any], tuple[str, dict[str, Any]] | None]] = deque()
         self._greeted = False
         self._stopped = False
         self._spent = [0.0, time.perf_counter()]
@@ -199,15 +202,15 @@ class Watch:
             optimizer.register_step_post_hook(lambda *_: self._each("after_update")),
         ]
         self._shell = LocalShell(directory, run, self._prepare)
-        self._clock0 = self._shell.hub.clock
         self._attempt = self._shell.attempt
         self._points = self._open_points()
-        self._live = Live(trainer, self._points, self._batches_before)
+        self._live = Live(trainer, self._points, self._batches_before, self._no_points)
         self._emitter = Emitter(self._shell.submit, sync=sync)
         if fork is None:
             self._load_policy()
         else:
             self._start_from(fork)
+        self._stand()
         self._open_signals()
         if manual:
             self.limits.append('data="manual": rollback and skip_data are unavailable, because the loop owns its iterator')
@@ -223,21 +226,27 @@ class Watch:
 
         if self._manual:
             raise ValueError('watch(data="manual") was told that the loop owns its iterator; leave it out to use batches()')
-        cursor = DataCursor(loader, epochs)
         before = self._trainer.cursor
+        cursor = DataCursor(loader, epochs, call=before.call + 1 if before else 1)
         cursor.batches = before.batches if before else self._batches.get(self._next, 0)
+        self._batches.setdefault(self._next, cursor.batches)
+        if before is not None and before.call == 1 and self._every:
+            log.warning("a second watch.batches(): a rollback cannot cross into the first; use batches(loader, epochs=N)")
         self._trainer.cursor = cursor
         yield from cursor
 
-    def microstep(self, loss: Tensor) -> None:
+    def microstep(self, loss: Tensor | float) -> None:
         """Once per micro-batch under gradient accumulation, before `step()` without a loss."""
-        self._micro.append(loss.detach())
+        self._micro.append(loss.detach() if hasattr(loss, "detach") else loss)
 
     def expect(self, text: str, steps: int = 1) -> None:
         """Announce a change made on purpose (learning rate, data mix, sequence length) for the coming steps."""
-        stamp, at = time.time(), self._next
-        self._greet()
-        self._emitter.put(lambda: Announcement(stamp, text, at, steps))
+        try:
+            event = Announcement(time.time(), str(text), self._next, max(0, int(steps)))
+            self._greet()
+            self._emitter.put(lambda: event)
+        except Exception as error:
+            self._give_up(f"watch.expect failed: {type(error).__name__}: {error}")
 
     def step(self, loss: Tensor | float | None = None, grad_norm: Tensor | float | None = None) -> Verdict:
         """Once per attempted optimizer step, after it, also where it was skipped.
@@ -278,7 +287,7 @@ class Watch:
         if not self._sync:
             raise ValueError("fork() needs watch(sync=True): otherwise frames are still on their way")
         return Fork(
-            self._shell.hub.state_dict(), {p.name: p.state_dict() for p in self._probes},
+            copy.deepcopy(self._shell.hub.state_dict()), {p.name: p.state_dict() for p in self._probes},
             self._points.directory if self._points else None, self._next, self._seq, self._timeline, dict(self._batches),
         )  # fmt: skip
 
@@ -329,62 +338,97 @@ class Watch:
         applied: tuple[str, ...] = ()
         rewound = False
         while self._ready:
-            command, ready, problem = self._ready.popleft()
-            if problem is None and (command.attempt != self._attempt or self._clock0 + self._seq > command.expires):
-                problem = "the command belongs to another attempt or has expired"
-            if problem is None and "pause" in dict(command.actions):
-                self._take_point(wait=True)
-            detail: dict[str, Any] = {"reason": problem} if problem else {}
-            result, at = ("refused" if problem else "applied"), self._next
-            if problem is None:
-                done = self._live.apply(command, ready, self._next)
-                detail, applied = done.detail, (*applied, *done.detail)
+            command, ready, refusal = self._ready.popleft()
+            at, done = self._next, None
+            if refusal is None:
+                refusal = self._refusal(command)
+            if refusal is None:
+                try:
+                    if "pause" in dict(command.actions):
+                        self._take_point(wait=True)
+                    done = self._live.apply(command, ready, self._next)
+                except Exception as error:
+                    log.exception("command %s could not be applied; nothing was changed", command.id)
+                    refusal = "failed", {"reason": f"{type(error).__name__}: {error}"}
+            if done is not None:
+                applied = (*applied, *done.detail)
                 self._stopped |= done.stop
                 if done.rewound_to is not None:
                     self._next, rewound = done.rewound_to, True
                     self._timeline += 1
+                else:
+                    self._each("reset")
+            result, detail = refusal if refusal else ("applied", done.detail if done else {})
             ack = Ack(time.time(), command.id, 0, result, at, detail)
             self._emitter.put(lambda ack=ack: ack)  # type: ignore[misc]
         return Verdict(self._next, self._stopped, rewound, applied)
 
+    def _refusal(self, command: Command) -> tuple[str, dict[str, Any]] | None:
+        """Why a prepared command may not be applied now: it is stale, or nobody may act any more."""
+        if command.attempt != self._attempt or self._seq > command.expires:
+            return "refused", {"reason": "the command belongs to another attempt or has expired"}
+        if not self._shell.acting:
+            return "refused", {"reason": "the mode was lowered, or the hub has failed"}
+        return None
+
     def _prepare(self, command: Command) -> None:
         """Called by the shell when a command is issued: load what it needs, touch nothing."""
+        from foreshock.remediation.live.recovery import PointBroken
+
+        ready: dict[str, Any] = {}
+        refusal: tuple[str, dict[str, Any]] | None = None
         try:
-            self._ready.append((command, self._live.prepare(command), None))
+            ready = self._live.prepare(command)
+        except PointBroken as error:
+            refusal = "point broken", {"reason": str(error), "point": error.point}
         except Exception as error:
-            self._ready.append((command, {}, str(error)))
+            refusal = "refused", {"reason": str(error)}
+        self._ready.append((command, ready, refusal))
 
     # -- recovery points ----------------------------------------------------------------------------------
 
     def _open_points(self) -> Any:
-        from foreshock.remediation.live.recovery import RecoveryStore
-        from foreshock.remediation.live.state import NotStorable, flatten
+        import torch
+        from safetensors.torch import save
 
+        from foreshock.remediation.live.recovery import RecoveryStore
+        from foreshock.remediation.live.state import flatten, nonfinite
+
+        self._no_points: str | None = None
         if not self._every:
+            return None
+        if self._shell.failure is not None:
+            self._no_points = "the run's record cannot be kept"
             return None
         try:
             tensors: dict[str, Tensor] = {}
             flatten(self._trainer.capture(), tensors)
+            kinds = {t.dtype: torch.zeros(1, dtype=t.dtype) for t in tensors.values()}
+            save({str(kind): one for kind, one in kinds.items()})
             size = sum(t.nbytes for t in tensors.values())
             log.info("recovery points: %.1f MB each now, every %d steps, up to 15 kept", size / 1e6, self._every)
-            return RecoveryStore(self.directory / "points", self._point_saved)
-        except (NotStorable, OSError) as error:
-            self.limits.append(f"rollback is unavailable: {error}")
+            names = {f"model/{name}" for name, _ in self._trainer.model.named_buffers()}
+            constants = {n: t for n, t in nonfinite(tensors).items() if n.split(":/", 1)[-1] in names}
+            return RecoveryStore(self.directory / "points", self._point_saved, constants)
+        except Exception as error:
+            self._no_points = f"the trainer's state cannot be stored: {error}"
+            self.limits.append(f"rollback is unavailable: {self._no_points}")
             return None
 
     def _take_point(self, *, wait: bool = False) -> None:
+        """A recovery point of now; `wait` for the one that a pause leaves, which is the user's and never pruned."""
         if self._points is None:
             return
-        name = f"a{self._attempt}-t{self._timeline}-s{self._next:08d}"
+        name = f"{'pause-' if wait else ''}a{self._attempt}-t{self._timeline}-s{self._next:08d}"
         batches = self._trainer.cursor.batches if self._trainer.cursor else 0
         try:
-            self._points.save(name, self._next, batches, self._trainer.capture(), wait=wait or self._sync)
+            state = self._trainer.capture()
+            self._points.save(name, self._timeline, self._next, batches, state, wait=wait or self._sync)
         except Exception as error:
             log.error("recovery point at step %d failed: %s", self._next, error)
 
     def _point_saved(self, saved: Any) -> None:
-        event = RecoveryPoint(time.time(), saved.id, saved.step, saved.batches, saved.finite, saved.bytes, saved.seconds)
-
+        event = RecoveryPoint(time.time(), **asdict(saved))
         self._emitter.put(lambda: event)
         self._emitter.put(lambda: self._prune(saved.id))
 
@@ -414,10 +458,9 @@ class Watch:
             probe.load_state_dict(fork.probes[probe.name])
         hub = self._shell.hub
         assert hub.hello is not None
-        self._attempt, self._clock0, self._greeted = hub.hello.attempt, hub.clock - self._seq, True
+        self._attempt, self._greeted = hub.hello.attempt, True
         if self._points is not None and fork.points is not None:
             shutil.copytree(fork.points, self._points.directory, dirs_exist_ok=True)
-        self._stand()
         if self._allow != hub.hello.allow:
             lowered = Human(time.time(), "mode", str(self._allow), "fork")
             self._emitter.put(lambda: lowered)
@@ -426,6 +469,7 @@ class Watch:
         setting = self._settings["policy"]
         try:
             text, source = source_text(str(setting.value))
+            loads(text, source)
         except PolicyError as error:
             log.error("NOT WATCHING: the policy cannot be used.\n%s", error)
             self._shell.failure = f"the policy cannot be used: {error}"
@@ -461,14 +505,17 @@ class Watch:
             time.time(), self._attempt, (0,), self._table, str(self._allow), self._next, unavailable,
             {k: v for k, v in options.items() if v is not None},
         )  # fmt: skip
-        self._stand()
         self._emitter.put(lambda: hello)
 
     def _stand(self) -> None:
         """Apply the run's standing interventions again, before the first step of this attempt or fork."""
-        for name, arguments in self._shell.hub.standing.items():
-            self._live.stand(name, arguments)
-            log.warning("standing intervention of this run applied again: %s", name)
+        for name, arguments in self._shell.hub.standing:
+            try:
+                self._live.stand(name, arguments)
+                log.warning("standing intervention of this run applied again: %s", name)
+            except Exception as error:
+                self.limits.append(f"the standing {name} could not be applied again: {error}")
+                log.exception("the standing %s could not be applied again", name)
 
     def _each(self, method: str, *arguments: Any) -> None:
         for probe in list(self._probes):

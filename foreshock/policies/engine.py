@@ -15,11 +15,13 @@ from pydantic import TypeAdapter
 from foreshock.detectors.types import Diagnosis, Mechanism
 from foreshock.policies.actions import ACTIONS
 from foreshock.policies.models import Mode, Policy, PolicySet, Rung
-from foreshock.policies.types import Decision, Incident, State, Tried
+from foreshock.policies.types import AGAIN, Decision, Incident, State, Tried
 from foreshock.policies.units import ForSamples
 
 MODULES = (Mechanism.ATTENTION, Mechanism.ROUTER)
 """Mechanisms with a module of their own act before symptoms."""
+
+REMEMBERED = 50
 
 Unavailable = Callable[[str, dict[str, Any], Incident], str | None]
 """Why an action cannot be done for an incident, or None where it can."""
@@ -55,6 +57,10 @@ class Engine:
         self.unavailable = unavailable
         self.mode = Mode.OBSERVE
         self.incidents: list[Incident] = []
+        """Open ones, and the last `REMEMBERED` closed ones."""
+        self.opened = 0
+        self.settled: set[tuple[str, str]] = set()
+        """(policy, mechanism) whose incident ended unhealed: no new one until the diagnosis was gone once."""
         self.spent = Spent()
         self._ruling = Ruling()
 
@@ -62,6 +68,7 @@ class Engine:
 
     def advance(self, clock: int, diagnoses: Sequence[Diagnosis]) -> Ruling:
         """Take in the diagnoses that hold at this clock and rule on every open incident."""
+        self.settled &= {(p.name, str(d.mechanism)) for d in diagnoses if (p := self._policy_for(d))}
         self._match(clock, diagnoses)
         for incident in self._open():
             self._age(incident, clock, diagnoses)
@@ -71,13 +78,17 @@ class Engine:
         return self._flush()
 
     def answer(self, incident_id: str, approve: bool, who: str, clock: int) -> Ruling:
-        """A person's word on a pending approval. An unknown or settled incident is recorded and ignored."""
+        """A person's word on a pending approval. An unknown or settled incident is recorded and ignored.
+
+        An approved rung goes back through the same gate as any other: mode, budget, rivals, availability.
+        """
         incident = self.get(incident_id)
         if incident is None or incident.state is not State.AWAITING or incident.decision is None:
             self._say("approval.ignored", {"incident": incident_id, "by": who, "reason": "nothing is waiting for an answer"})
         elif approve:
             self._say("approval.granted", {"incident": incident_id, "decision": incident.decision.id, "by": who})
-            self._act(incident, replace(incident.decision, approval="approved"), clock)
+            incident.decision = replace(incident.decision, approval="approved")
+            self._move(incident, State.WAITING, clock, f"approved by {who}")
         else:
             self._say("approval.rejected", {"incident": incident_id, "decision": incident.decision.id, "by": who})
             self._close(incident, State.EXHAUSTED, clock, f"rejected by {who}")
@@ -96,8 +107,8 @@ class Engine:
 
     def judged(self, incident_id: str, verdict: str, reason: str, clock: int) -> Ruling:
         """The end of a rung. recovered and inconclusive end the incident: what cannot be judged is no ground for
-        something dearer. widened tries the same rung again, for more layers. Any other verdict (failed, or a
-        command that never took effect) goes on to the next rung."""
+        something dearer. A verdict of `AGAIN` tries the same rung again. Any other (failed, or a command that
+        never took effect) goes on to the next rung."""
         incident = self.get(incident_id)
         if incident and incident.state.busy:
             self._tried(incident, verdict, reason)
@@ -105,7 +116,8 @@ class Engine:
                 self._close(incident, State.RECOVERED, clock, reason)
             elif verdict == "inconclusive":
                 self._close(incident, State.EXHAUSTED, clock, reason)
-            elif verdict == "widened":
+            elif verdict in AGAIN:
+                incident.decision = None
                 self._move(incident, State.WAITING, clock, reason)
             else:
                 self._next_rung(incident, clock, reason)
@@ -115,6 +127,18 @@ class Engine:
         """A new attempt began: what was in flight is fenced, what was only watched starts again."""
         for incident in self._open():
             self._close(incident, State.RESOLVED, clock, reason)
+        return self._flush()
+
+    def adopt(self, before: Engine, clock: int) -> Ruling:
+        """Take over the state of the engine of the policy set before this one; what it no longer names ends."""
+        self.load_state_dict(before.state_dict())
+        names = {p.name for p in self.policies.policies}
+        for incident in [i for i in self._open() if i.policy not in names]:
+            self.incidents.remove(incident)
+            self._say(
+                "incident.state",
+                {"incident": incident.id, "state": "resolved", "clock": clock, "reason": "its policy was taken out"},
+            )
         return self._flush()
 
     def get(self, incident_id: str) -> Incident | None:
@@ -130,10 +154,16 @@ class Engine:
             mine = [i for i in self._open() if i.policy == policy.name and i.diagnosis.mechanism is diagnosis.mechanism]
             if mine:
                 mine[0].diagnosis = mine[0].hull(diagnosis)
-            else:
-                incident = Incident(f"i{len(self.incidents) + 1}", policy.name, diagnosis, opened=clock, since=clock)
+            elif (policy.name, str(diagnosis.mechanism)) not in self.settled:
+                self.opened += 1
+                incident = Incident(f"i{self.opened}", policy.name, diagnosis, opened=clock, since=clock)
                 self.incidents.append(incident)
-                self._say("incident.opened", {"incident": incident.id, "policy": policy.name, "diagnosis": diagnosis.to_json()})
+                self._say(
+                    "incident.opened",
+                    {"incident": incident.id, "policy": policy.name, "diagnosis": diagnosis.to_json()},
+                )
+        closed = [i for i in self.incidents if not i.state.open]
+        self.incidents = [i for i in self.incidents if i.state.open or i in closed[-REMEMBERED:]]
 
     def _policy_for(self, diagnosis: Diagnosis) -> Policy | None:
         for policy in self.policies.policies:
@@ -144,8 +174,8 @@ class Engine:
     def _age(self, incident: Incident, clock: int, diagnoses: Sequence[Diagnosis]) -> None:
         policy = self._policy(incident)
         held = any(d.mechanism is incident.diagnosis.mechanism for d in diagnoses)
-        before_acting = incident.state in (State.CONFIRMING, State.WAITING, State.NOTED, State.AWAITING)
-        if before_acting and not held and not incident.tried:
+        waiting = incident.state in (State.CONFIRMING, State.WAITING, State.AWAITING) and not incident.acted
+        if not held and (waiting or incident.state is State.NOTED):
             self._close(incident, State.RESOLVED, clock, "the diagnosis went away by itself")
         elif incident.state is State.CONFIRMING:
             needed = policy.for_
@@ -161,7 +191,8 @@ class Engine:
         assert incident.decision is not None
         self._say("approval.expired", {"incident": incident.id, "decision": incident.decision.id, "on_expiry": on_expiry})
         if on_expiry == "act":
-            self._act(incident, replace(incident.decision, approval="expired"), clock)
+            incident.decision = replace(incident.decision, approval="expired")
+            self._move(incident, State.WAITING, clock, "the approval expired")
         elif on_expiry == "next_rung":
             self._tried(incident, "expired", "the approval expired")
             self._next_rung(incident, clock, "the approval expired")
@@ -177,7 +208,7 @@ class Engine:
     def _held(self, incident: Incident, clock: int) -> bool:
         """Whether a ready incident still has to wait: for its group, for an inhibitor, a rival or its cooldown."""
         policy = self._policy(incident)
-        first = not incident.tried
+        first = not incident.tried and incident.decision is None
         wait = 0 if incident.diagnosis.mechanism is Mechanism.NUMERICS else self.policies.group_wait
         if first and self.mode is not Mode.OBSERVE and clock - incident.since < wait:
             return True
@@ -203,15 +234,18 @@ class Engine:
             self._close(incident, State.EXHAUSTED, clock, "no rung of the ladder is left")
             return
         acting = any(ACTIONS[name].changes_training for name, _ in actions)
-        ask = rung.approval is not None and self.mode is Mode.ENFORCE
+        said = incident.decision.approval if incident.decision and incident.decision.rung == incident.rung else ""
+        answered = said in ("approved", "expired")
+        ask = rung.approval is not None and self.mode is Mode.ENFORCE and not answered
+        incident.decisions += not answered
         decision = Decision(
-            id=f"{incident.id}.{incident.rung + 1}",
+            id=f"{incident.id}.{incident.decisions}",
             incident=incident.id,
             policy=policy.name,
             rung=incident.rung,
             actions=actions,
             mode=str(self.mode),
-            approval="pending" if ask else "not needed",
+            approval="pending" if ask else said if answered else "not needed",
             clock=clock,
         )
         incident.decision = decision
@@ -280,8 +314,10 @@ class Engine:
 
     def _close(self, incident: Incident, state: State, clock: int, reason: str) -> None:
         self._move(incident, state, clock, reason)
-        if incident.decision is not None and incident.decision.mode == Mode.ENFORCE:
+        if incident.acted:
             self.spent.last[incident.policy] = clock
+        if state in (State.EXHAUSTED, State.PAUSED):
+            self.settled.add((incident.policy, str(incident.diagnosis.mechanism)))
         self._tell(self._policy(incident), incident, f"{state}: {reason}")
 
     def _tell(self, policy: Policy, incident: Incident, text: str) -> None:
@@ -302,12 +338,16 @@ class Engine:
         return {
             "mode": str(self.mode),
             "incidents": _INCIDENTS.dump_python(self.incidents, mode="json"),
+            "opened": self.opened,
+            "settled": sorted(list(pair) for pair in self.settled),
             "spent": asdict(self.spent),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.mode = Mode(state["mode"])
         self.incidents = _INCIDENTS.validate_python(state["incidents"])
+        self.opened = state["opened"]
+        self.settled = {(policy, mechanism) for policy, mechanism in state["settled"]}
         self.spent = Spent(**state["spent"])
 
 

@@ -13,6 +13,12 @@ from typing import Any
 from foreshock.detectors.types import Diagnosis, Interval
 
 
+AGAIN = ("widened", "point broken")
+"""Verdicts after which the same rung is tried again, with what is known now."""
+APPLIED = ("recovered", "failed", "inconclusive", "paused", "widened")
+"""Results of rungs that changed the training."""
+
+
 class State(StrEnum):
     """The life of an incident.
 
@@ -72,6 +78,12 @@ class Incident:
     tried: list[Tried] = field(default_factory=list)
     reason: str = ""
     decision: Decision | None = None
+    decisions: int = 0
+
+    @property
+    def acted(self) -> bool:
+        """A command of this incident took effect."""
+        return any(t.result in APPLIED for t in self.tried)
 
     def to_json(self) -> dict[str, Any]:
         return {

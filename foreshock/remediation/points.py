@@ -6,7 +6,7 @@ A point at step s holds the state before step s runs. It is poisoned by any faul
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 DELAY = {"attention": 450}
@@ -24,6 +24,8 @@ class Point:
     batches: int
     clock: int
     finite: bool = True
+    ill: bool = False
+    """Something was once dated to before this point: that never fades."""
 
 
 class PointLedger:
@@ -37,10 +39,18 @@ class PointLedger:
 
     def add(self, point: Point) -> None:
         self.points = [p for p in self.points if p.step < point.step and p.id != point.id] + [point]
+        self.firing(self.onsets)
 
     def firing(self, onsets: dict[str, int]) -> None:
-        """Tell the ledger which mechanisms fire now, and from which step on."""
+        """Tell the ledger which mechanisms fire now, and from which step on: points behind that are poisoned."""
         self.onsets = dict(onsets)
+        if onsets:
+            first = min(onsets.values())
+            self.points = [replace(p, ill=p.ill or first < p.step) for p in self.points]
+
+    def drop(self, name: str) -> None:
+        """The point cannot be read: it is no longer there to be chosen."""
+        self.points = [p for p in self.points if p.id != name]
 
     def healthy(self, point: Point, step: int) -> bool:
         """No mechanism was firing at the point until that mechanism's own detection delay after it."""
@@ -49,16 +59,16 @@ class PointLedger:
     def choose(self, before: int, step: int, dated: frozenset[str]) -> Point | None:
         """The newest point at or before step `before` that may be restored at `step`.
 
-        `dated` names the mechanisms whose onset `before` already bounds; every other mechanism must have had
-        its full detection delay to speak against the point. None where there is no such point.
+        `dated` names the mechanisms whose onset `before` already bounds; every other mechanism must have had its
+        full detection delay to speak against the point. A point that any fault was dated before is never chosen.
+        None where there is no such point.
         """
         usable = [p for p in self.points if p.step <= before and self._vouched(p, step, skip=dated)]
         return usable[-1] if usable else None
 
     def _vouched(self, point: Point, step: int, skip: frozenset[str]) -> bool:
         old_enough = all(step >= point.step + delay for name, delay in DELAY.items() if name not in skip)
-        clean = all(point.step <= onset for name, onset in self.onsets.items() if name not in skip)
-        return point.finite and old_enough and clean
+        return point.finite and old_enough and not point.ill
 
     def rewound(self, step: int) -> None:
         """Points of the abandoned future are gone."""
@@ -80,3 +90,4 @@ class PointLedger:
         self.points = [Point(**p) for p in state["points"]]
         self.pinned = set(state["pinned"])
         self.onsets = dict(state["onsets"])
+

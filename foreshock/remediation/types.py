@@ -10,8 +10,8 @@ from typing import Any
 class Command:
     """Actions that all ranks of one attempt apply together at one step, or none does.
 
-    `actions` hold arguments with nothing left to look up: layers, a recovery point's id, numbers. `expires` is
-    the clock after which a rank refuses it.
+    `actions` hold arguments with nothing left to look up: layers, a recovery point's id, numbers. `issued` and
+    `expires` are frame numbers (`seq`): the one count that ranks and hub share.
     """
 
     id: str

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from foreshock.monitors.intercept import Interceptor
 from foreshock.monitors.probe import Probe
 from foreshock.remediation.live.data import DataCursor
-from foreshock.remediation.live.recovery import PointBroken, RecoveryStore
-from foreshock.remediation.live.state import rng_state, set_rng_state
+from foreshock.remediation.live.recovery import RecoveryStore
+from foreshock.remediation.live.state import flatten, rng_state, set_rng_state, unflatten
 from foreshock.remediation.types import Command
 
 
@@ -39,9 +39,11 @@ class Trainer:
     layers: tuple[int, ...] = ()
 
     def capture(self) -> dict[str, Any]:
-        """Everything that a bit-exact continuation needs, as storable state."""
+        """Everything that a bit-exact continuation needs, as storable state (not copied)."""
+        saved = self.model.state_dict()
         return {
-            "model": self.model.state_dict(),
+            "model": saved,
+            "buffers": {name: b for name, b in self.model.named_buffers() if name not in saved},
             "optimizer": self.optimizer.state_dict(),
             "states": {name: thing.state_dict() for name, thing in self.states.items()},
             "rng": rng_state(),
@@ -50,17 +52,47 @@ class Trainer:
         }
 
     def restore(self, state: dict[str, Any], skip: tuple[int, int] | None = None) -> None:
-        """Put `state` back in place. The random generators come last: the data rewind may draw from them."""
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        """Put `state` back in place, all of it or nothing: where a part refuses, what was there is put back.
+
+        What can refuse goes first; the random generators come last, because the data's rewind may draw from them.
+        Raises whatever the refusing part raised.
+        """
+        tensors: dict[str, Tensor] = {}
+        before = unflatten(flatten({**self.capture(), "data": None}, tensors), tensors)
+        back = self.cursor.hold() if self.cursor else None
+        try:
+            if self.cursor is not None and state["data"] is not None:
+                self.cursor.rewind(state["data"], skip)
+            self._put(state)
+        except Exception:
+            if back is not None:
+                back()
+            self._put(before)
+            raise
+
+    def _put(self, state: dict[str, Any]) -> None:
         for name, thing in self.states.items():
             thing.load_state_dict(state["states"][name])
+        self.model.load_state_dict(state["model"])
+        buffers = dict(self.model.named_buffers())
+        with torch.no_grad():
+            for name, value in state["buffers"].items():
+                buffers[name].copy_(value)
+        self._put_optimizer(state["optimizer"])
         for probe in self.probes:
             if probe.name in state["probes"]:
                 probe.load_state_dict(state["probes"][probe.name])
-        if self.cursor is not None and state["data"] is not None:
-            self.cursor.rewind(state["data"], skip)
         set_rng_state(state["rng"])
+
+    def _put_optimizer(self, state: dict[str, Any]) -> None:
+        """torch casts loaded moments to their parameter's dtype; where they were kept wider, they come back wide."""
+        self.optimizer.load_state_dict(state)
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        for index, saved in state["state"].items():
+            now = self.optimizer.state[parameters[index]]
+            for name, value in saved.items():
+                if isinstance(value, Tensor) and now[name].dtype is not value.dtype:
+                    now[name] = value.to(now[name].device, copy=True)
 
 
 class RateScale:
@@ -110,45 +142,56 @@ class Applied:
 
 
 class Live:
-    """This rank's hands. `batches_at(step)` is the number of batches drawn before step `step` ran."""
+    """This rank's hands. `batches_at(step)` is the number of batches drawn before step `step` ran.
 
-    def __init__(self, trainer: Trainer, points: RecoveryStore | None, batches_at: Callable[[int], int]) -> None:
+    `no_points` says why recovery points cannot be taken although they should be.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        points: RecoveryStore | None,
+        batches_at: Callable[[int], int],
+        no_points: str | None = None,
+    ) -> None:
         self.trainer = trainer
         self.points = points
         self._batches_at = batches_at
-        self._scales: dict[str, RateScale] = {}
+        self._no_points = no_points
+        self._scales: list[RateScale] = []
 
     def unavailable(self) -> dict[str, str]:
         """Actions that this rank cannot do, with the reason."""
         out: dict[str, str] = {}
-        trainer = self.trainer
-        if trainer.interceptor is None:
+        cursor = self.trainer.cursor
+        if self.trainer.interceptor is None:
             out["precision_upcast"] = "no attention site was found whose kernel can be replaced"
-        why = None
-        if trainer.cursor is None:
-            why = "the training data cannot be rewound: the loop owns its iterator (data=\"manual\")"
-        elif trainer.cursor.why_not is not None:
-            why = trainer.cursor.why_not
+        if cursor is None:
+            out["skip_data"] = 'the training data cannot be rewound: the loop owns its iterator (data="manual")'
+        elif cursor.why_not is not None:
+            out["skip_data"] = cursor.why_not
+        why = out.get("skip_data") or self._no_points
         if why is not None:
-            out["skip_data"] = out["rollback"] = why
-        if self.points is None and "rollback" not in out:
-            out["rollback"] = "recovery points are taken only with allow=\"enforce\""
+            out["rollback"] = why
         return out
 
     def prepare(self, command: Command) -> dict[str, Any]:
-        """Load and check what the command needs; touches nothing of the run. Raises NotPossible."""
+        """Load and check what the command needs; touches nothing of the run. Raises NotPossible or PointBroken."""
         ready: dict[str, Any] = {}
         for name, arguments in command.actions:
             if name in (cannot := self.unavailable()):
                 raise NotPossible(f"{name}: {cannot[name]}")
             if name == "rollback":
-                assert self.points is not None
-                try:
-                    ready["state"] = self.points.load(arguments["point"])
-                except PointBroken as error:
-                    raise NotPossible(str(error)) from error
+                if self.points is None:
+                    raise NotPossible("rollback: no recovery points are taken")
+                ready["state"] = self.points.load(arguments["point"])
+                drawn, cursor = ready["state"]["data"], self.trainer.cursor
+                if drawn is not None and cursor is not None and drawn["call"] != cursor.call:
+                    raise NotPossible("rollback: the point lies in an earlier watch.batches(); use batches(loader, epochs=N)")
             elif name == "lr_scale":
                 self._scaled(arguments)
+            elif name == "precision_upcast" and self.trainer.interceptor is not None:
+                self.trainer.interceptor.check(self._layers(arguments), arguments["how"])
         return ready
 
     def apply(self, command: Command, ready: dict[str, Any], step: int) -> Applied:
@@ -161,51 +204,50 @@ class Live:
                 window = None if skip is None else (self._batches_at(skip[0]), self._batches_at(step))
                 self.trainer.restore(ready["state"], window)
                 done.rewound_to = arguments["step"]
-                done.detail[name] = {"to": arguments["step"], "steps_undone": step - arguments["step"], "skipped": window}
-            elif name == "precision_upcast":
-                done.detail[name] = {"layers": self._upcast(arguments), "how": arguments["how"]}
+                done.detail[name] = {
+                    "to": arguments["step"],
+                    "steps_undone": step - arguments["step"],
+                    "skipped": window,
+                }
             elif name == "skip_data":
                 assert self.trainer.cursor is not None
                 self.trainer.cursor.skip(arguments["batches"])
                 done.detail[name] = {"batches": arguments["batches"]}
-            elif name == "lr_scale":
-                self._scale(arguments)
-                done.detail[name] = {"factor": arguments["factor"], "target": arguments["target"]}
             elif name == "pause":
                 done.stop = True
                 done.detail[name] = {}
             else:
-                raise NotPossible(f"{name}: this version cannot do it")
-        for probe in self.trainer.probes:
-            if done.rewound_to is None:
-                probe.reset()
+                done.detail[name] = self.stand(name, arguments)
         return done
 
-    def stand(self, name: str, arguments: dict[str, Any]) -> None:
-        """Reapply a standing intervention at the start of an attempt."""
+    def stand(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Begin a standing intervention, or begin it again at the start of an attempt; what it came to."""
         if name == "precision_upcast":
-            self._upcast(arguments)
-        elif name == "lr_scale":
-            self._scale(arguments)
+            interceptor = self.trainer.interceptor
+            if interceptor is None:
+                raise NotPossible("precision_upcast: no attention site was found whose kernel can be replaced")
+            layers = self._layers(arguments)
+            interceptor.upcast(layers, arguments["how"])
+            return {"layers": layers, "how": arguments["how"]}
+        if name == "lr_scale":
+            self._scales.append(RateScale(self.trainer.optimizer, arguments["factor"], self._scaled(arguments)))
+            return {"factor": arguments["factor"], "target": arguments["target"]}
+        raise NotPossible(f"{name}: this version cannot do it")
+
+    def _layers(self, arguments: dict[str, Any]) -> list[int]:
+        return list(self.trainer.layers if arguments["layers"] is None else arguments["layers"])
 
     def undo(self, name: str) -> None:
         """Take a standing intervention away: kernels and rates are the trainer's own again."""
         if name == "precision_upcast" and self.trainer.interceptor is not None:
             self.trainer.interceptor.restore()
         elif name == "lr_scale":
-            for scale in self._scales.values():
+            for scale in self._scales:
                 scale.remove()
-            self._scales.clear()
+            self._scales = []
 
     def close(self) -> None:
         self.undo("lr_scale")
-
-    def _upcast(self, arguments: dict[str, Any]) -> list[int]:
-        interceptor = self.trainer.interceptor
-        assert interceptor is not None
-        layers = list(self.trainer.layers) if arguments["layers"] is None else list(arguments["layers"])
-        interceptor.upcast(layers, arguments["how"])
-        return layers
 
     def _scaled(self, arguments: dict[str, Any]) -> list[Tensor] | None:
         """The parameters an lr_scale is for; None = all of them, through the learning rate itself."""
@@ -224,12 +266,3 @@ class Live:
         if not chosen:
             raise NotPossible("lr_scale: no parameter belongs to its target")
         return list(chosen)
-
-    def _scale(self, arguments: dict[str, Any]) -> None:
-        key = str(arguments["target"])
-        parameters = self._scaled(arguments)
-        before = self._scales.pop(key, None)
-        if before is not None:
-            before.remove()
-        factor = arguments["factor"] * (before.factor if before else 1.0)
-        self._scales[key] = RateScale(self.trainer.optimizer, factor, parameters)

@@ -21,7 +21,7 @@ def flatten(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
     Raises NotStorable for anything else.
     """
     if isinstance(value, Tensor):
-        name = path or "value"
+        name = f"{len(tensors)}:{path}"
         tensors[name] = value.detach().to("cpu", copy=True).contiguous()
         return {"tensor": name}
     if isinstance(value, np.ndarray):
@@ -58,9 +58,10 @@ def unflatten(skeleton: Any, tensors: dict[str, Tensor]) -> Any:
     return [unflatten(v, tensors) for v in skeleton["list"]]
 
 
-def finite(tensors: dict[str, Tensor]) -> bool:
-    """Whether no floating tensor holds a NaN or an infinity."""
-    return all(bool(torch.isfinite(t).all()) for t in tensors.values() if t.is_floating_point())
+def nonfinite(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors that hold a NaN or an infinity."""
+    kinds = {n: t for n, t in tensors.items() if t.is_floating_point() or t.is_complex()}
+    return {name: t for name, t in kinds.items() if not bool(torch.isfinite(t).all())}
 
 
 def rng_state() -> dict[str, Any]:
