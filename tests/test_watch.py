@@ -413,3 +413,15 @@ def status_of(directory):
     from foreshock.cli.runs import read_status
 
     return read_status(directory)
+
+
+def test_bf16_weights_say_that_their_spectrum_needs_float32_masters(small, tmp_path):
+    training = small()
+    training.model.bfloat16()
+    with foreshock.watch(training.model, training.optimizer, run_dir=tmp_path / "a", sync=True) as watch:
+        assert any("masters=" in limit for limit in watch.limits)
+    masters = {p: p.detach().float() for p in training.model.parameters()}
+    with foreshock.watch(
+        training.model, training.optimizer, run_dir=tmp_path / "b", sync=True, masters=masters
+    ) as watch:
+        assert watch.limits == []

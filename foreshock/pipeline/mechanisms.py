@@ -6,13 +6,12 @@ that returns a `Mechanism`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from foreshock.monitors.intercept import Interceptor
@@ -33,11 +32,11 @@ class Attached:
 
 @dataclass(frozen=True)
 class Mechanism:
-    """`attach(model, optimizer, sites, rank, world)` discovers and hooks; `policy` is the shipped policy's name."""
+    """`attach(model, sites, masters)` discovers and hooks; `policy` is the shipped policy's name."""
 
     name: str
     policy: str
-    attach: Callable[[nn.Module, torch.optim.Optimizer, Sequence[Any] | None, int, int], Attached]
+    attach: Callable[[nn.Module, Sequence[Any] | None, Mapping[Any, Any] | None], Attached]
 
 
 def attention() -> Mechanism:
@@ -54,7 +53,7 @@ def installed() -> list[Mechanism]:
 
 
 def _attach_attention(
-    model: nn.Module, optimizer: torch.optim.Optimizer, sites: Sequence[Any] | None, rank: int, world: int
+    model: nn.Module, sites: Sequence[Any] | None, masters: Mapping[Any, Any] | None
 ) -> Attached:
     from foreshock.monitors.intercept import Interceptor
     from foreshock.monitors.sites import SitesUnknown, discover
@@ -68,7 +67,7 @@ def _attach_attention(
             raise  # the user's own argument is wrong; a model that we do not know is not the user's fault
         return Attached(limits=[f"attention is not watched: {unknown}"])
     interceptor = Interceptor(found)
-    spectrum = UpdateSpectrum(found, rank=rank, world=world)
+    spectrum = UpdateSpectrum(found, masters=masters)
     return Attached(
         probes=[SourceProbe(interceptor, found), spectrum],
         interceptor=interceptor,

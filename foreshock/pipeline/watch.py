@@ -111,6 +111,7 @@ def watch(
     run_dir: str | Path | None = None,
     data: str | None = None,
     sites: Sequence[Any] | None = None,
+    masters: Mapping[Any, Any] | None = None,
     step: int = 0,
     sync: bool = False,
     fork: Fork | None = None,
@@ -121,7 +122,8 @@ def watch(
     `state` names further objects with state_dict and load_state_dict that a rollback must restore (scheduler,
     scaler). `policy` is a shipped name or a YAML file; `allow` the mode that this code permits (observe, dry_run,
     enforce; default observe). `data="manual"` says that the loop owns its iterator, so rewinds are unavailable.
-    `sites` names attention modules where discovery fails. `step` is the first step to run. `sync=True` handles
+    `sites` names attention modules where discovery fails. `masters` maps bf16 parameters to the float32 copies that the
+    optimizer keeps; without them their update spectrum cannot be measured. `step` is the first step to run. `sync=True` handles
     each frame before `step` returns. `run_dir` resumes that run. `fork` starts from another watch's `fork()`, for
     experiments; the trainer must be in the same state.
 
@@ -147,7 +149,7 @@ def watch(
     directory = run_directory(settings["run_dir"], name)
     return Watch(
         model, optimizer, state or {}, directory=directory, run=name if run_dir is None or run else directory.name,
-        settings=settings, manual=data == "manual", sites=sites, step=step, sync=sync, fork=fork, options=options,
+        settings=settings, manual=data == "manual", sites=sites, masters=masters, step=step, sync=sync, fork=fork, options=options,
     )  # fmt: skip
 
 
@@ -165,6 +167,7 @@ class Watch:
         settings: Mapping[str, Any],
         manual: bool,
         sites: Sequence[Any] | None,
+        masters: Mapping[Any, Any] | None,
         step: int,
         sync: bool,
         fork: Fork | None,
@@ -183,7 +186,7 @@ class Watch:
         probes: list[Probe] = [self._symptoms]
         trainer = Trainer(model, optimizer, states)
         for mechanism in installed():
-            attached = mechanism.attach(model, optimizer, sites, 0, 1)
+            attached = mechanism.attach(model, sites, masters)
             probes += attached.probes
             self.limits += attached.limits
             trainer.interceptor = attached.interceptor or trainer.interceptor
