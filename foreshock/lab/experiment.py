@@ -23,7 +23,7 @@ Progress = Callable[[str, int, int, float], None]
 """Called as (run, step, steps, loss)."""
 TAIL = 50
 """Steps over which the final loss is averaged, on the same batches in every run."""
-SPECTRUM = ("attention.h1", "attention.hqv", "attention.coherence", "attention.lse")
+SPECTRUM = ("attention.h1", "attention.hqv", "attention.coherence")
 HEALED = 0.06
 """Nats above the clean run that still count as healed."""
 
@@ -136,10 +136,14 @@ def outcome(scenario: Scenario, seed: int, runs: Mapping[str, Played]) -> dict[s
         "loss_protected": guarded.final,
         "first_alarm_by_loss": bare.first_alarm("symptom.loss", after=onset),
         "first_alarm_by_grad_norm": bare.first_alarm("symptom.grad_norm", after=onset),
+        "first_alarm_by_lse": bare.first_alarm("attention.lse", after=onset),
         "first_alarm_by_qk_norm": bare.first_alarm("attention.qk_norm", after=onset),
         "first_alarm_by_max_logit": bare.first_alarm("attention.max_logit", after=onset),
         "alarms_in_clean": sum(
             r.kind == "alarm.opened" for run in ("prefix", "clean") for r in runs[run].records
+        ),
+        "diagnoses_in_clean": sum(
+            r.kind == "diagnosis" for run in ("prefix", "clean") for r in runs[run].records
         ),
         "actions_in_clean": sum(
             r.kind == "command.issued" for run in ("prefix", "clean") for r in runs[run].records
