@@ -220,7 +220,7 @@ def tables(rows: list[dict[str, Any]]) -> str:
                 r["symptom_loss"],
                 r["symptom_qk_norm"],
                 r["symptom_max_logit"],
-            )  # fmt: skip
+            )
         )
     alarms, diagnoses, actions = (
         sum(r[f"{x}_in_clean"] for r in up7) for x in ("alarms", "diagnoses", "actions")

@@ -38,8 +38,9 @@ def test_the_readme_shows_the_committed_tables(rows):
 
 
 def test_every_reported_run_is_there_with_its_commit(rows):
-    assert {(r["scenario"], r["seed"]) for r in rows} == set(evidence.jobs())
-    assert all(r["commit"] for r in rows)
+    wanted = {(name, seed) for job, seed in evidence.jobs() for name in evidence.scenarios(job)}
+    assert {(r["scenario"], r["seed"]) for r in rows} == wanted
+    assert all(r["commit"] and not r["commit"].endswith("+") for r in rows)
     assert all(r["audit_verified"] for r in rows)
 
 
@@ -53,28 +54,44 @@ def test_the_untreated_fault_does_harm_and_the_treated_one_does_not(up7):
 def test_the_source_probe_is_first(up7):
     for r in up7:
         assert r["diagnosis"] == "attention"
+        assert r["alarm_signal"] == "attention.source_t"
         assert r["layers"] == [0, 1]
         assert r["diagnosis_step"] - r["onset"] <= 20
-        symptoms = ("loss", "grad_norm", "qk_norm", "max_logit")
-        others = [r[f"first_alarm_by_{name}"] for name in symptoms]
+        others = [r[f"symptom_{name}"] for name in ("loss", "grad_norm", "qk_norm", "max_logit")]
         assert all(other is None or r["diagnosis_step"] < other for other in others)
         assert r["onset_interval"][0] <= r["onset"]
 
 
+def test_the_update_spectrum_alone_is_before_loss_and_gradient_norm(up7):
+    def before(r, symptom):
+        return r["spectrum_diagnosis_step"] and (
+            r[symptom] is None or r["spectrum_diagnosis_step"] < r[symptom]
+        )
+
+    assert sum(bool(before(r, "symptom_loss") and before(r, "symptom_grad_norm")) for r in up7) >= 9
+    assert all(r["spectrum_before_onset"] == 0 for r in up7)
+    assert all(r["spectrum_onset_interval"][0] <= r["onset"] for r in up7)
+
+
 def test_no_clean_run_was_touched(up7):
+    assert sum(r["diagnoses_in_clean"] for r in up7) == 0
     assert sum(r["actions_in_clean"] for r in up7) == 0
 
 
 def test_a_fault_in_one_layer_names_that_layer_alone(rows):
-    found = [r["layers"] for r in rows if r["scenario"] == "up7-layer1"]
-    assert found == [[1]] * len(evidence.CONTROL_SEEDS)
+    found = [r for r in rows if r["scenario"] == "up7-layer1"]
+    assert [r["layers"] for r in found] == [[1]] * len(evidence.FEW)
+    assert all(0 < r["diagnosis_step"] - r["onset"] <= 20 for r in found)
 
 
 def test_no_control_is_called_attention_or_treated_for_it(rows):
-    controls = [r for r in rows if r["scenario"] in evidence.CONTROLS]
-    assert len(controls) == len(evidence.CONTROLS) * len(evidence.CONTROL_SEEDS)
+    names = (*evidence.CONTROLS, "cosine")
+    controls = [r for r in rows if r["scenario"] in names]
+    assert len(controls) == len(names) * len(evidence.FEW)
     assert all("attention" not in r["diagnosis"] for r in controls)
     assert all("precision_upcast" not in r["action"] for r in controls)
+    harmless = ("lr10-announced", "stochastic5", "zero5", "output4", "cosine")
+    assert all(r["action"] == [] for r in controls if r["scenario"] in harmless)
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ def _group() -> None:
 def attention(
     seed: Annotated[int, typer.Option(help="Seed of model and data.", min=0)] = 7,
     steps: Annotated[
-        int, typer.Option(help="Steps of each run; the fault begins at step 500.", min=600)
+        int, typer.Option(help="Steps of each run; the fault begins at step 500.", min=700)
     ] = 1200,
     out: Annotated[Path, typer.Option(help="Where runs, report.html and report.png go.")] = Path(
         "foreshock_demo"
@@ -108,7 +108,7 @@ def _table(err: Any, facts: dict[str, Any], ok: bool) -> None:
         "fault begins": facts["onset"],
         "diagnosis": f"{facts['diagnosis']} in layers {facts['layers']} at step {facts['diagnosis_step']} ({facts['alarm_signal']})",
         "onset dated to": facts["onset_interval"],
-        "action": f"{', '.join(facts['action']) or 'none'} after step {facts['applied_step']}: {facts['verdict']}",
+        "action": f"{', '.join(facts['action']) or 'none'} before step {facts['applied_step']}: {facts['verdict']}",
         "update spectrum would alarm at": facts["spectrum_alarm_step"],
         "gradient norm / loss would alarm at": f"{facts['first_alarm_by_grad_norm']} / {facts['first_alarm_by_loss']}",
         "final loss clean": f"{facts['loss_clean']:.3f}",

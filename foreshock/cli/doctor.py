@@ -45,6 +45,10 @@ def doctor(
         import torch
 
         where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        try:
+            torch.empty(0, device=where)
+        except (RuntimeError, AssertionError) as error:
+            raise typer.BadParameter(f"--device {device}: {str(error).splitlines()[0]}") from None
         rows = room.check_kernels(device=where, heads=heads, head_dim=head_dim, tokens=tokens, slices=slices)
     healthy = not any(row.verdict in (room.BIASED, room.WRONG) for row in rows)
     if as_json:

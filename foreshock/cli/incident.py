@@ -87,7 +87,10 @@ def reject(run: Run, incident: Id, by: Who = None) -> None:
 def _answer(run: str, incident: str, verb: str, by: str | None) -> None:
     from foreshock.pipeline.store import RunStore
 
-    item = _find(run, incident)
+    item, state = _find(run, incident), read_status(find_run(run))["state"]
+    if state != "running":
+        typer.echo(f"the run has {state}: nobody is there to take up an answer", err=True)
+        raise typer.Exit(1)
     if item["state"] != "awaiting":
         typer.echo(f"{incident} is {item['state']}: nothing waits for an answer", err=True)
         raise typer.Exit(1)

@@ -12,7 +12,7 @@ import typer
 from foreshock.cli.runs_dir import RUNS, find_run
 
 Run = Annotated[str, typer.Argument(help="A run directory, or a name under ./foreshock_runs.", metavar="RUN")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, one value on one line.")]
 
 
 def read_status(directory: Path) -> dict[str, Any]:
@@ -22,10 +22,10 @@ def read_status(directory: Path) -> dict[str, Any]:
     try:
         with RunStore.open_readonly(directory) as store:
             text = store.get_meta("status")
-    except StoreError as error:
+        status: dict[str, Any] = json.loads(text) if text else {"state": "empty", "run": directory.name}
+    except (StoreError, ValueError) as error:
         typer.echo(f"{directory}: {error}", err=True)
         raise typer.Exit(1) from None
-    status: dict[str, Any] = json.loads(text) if text else {"state": "empty", "run": directory.name}
     if status["state"] == "running" and not _alive(int(status["pid"])):
         status["state"] = "died"
     return status
@@ -38,34 +38,43 @@ def status(run: Run, as_json: Json = False) -> None:
         typer.echo(json.dumps(facts))
         return
     from rich.console import Console
+    from rich.markup import escape
 
-    out = Console(highlight=False, soft_wrap=True)
-    out.print(
-        f"[bold]{facts['run']}[/bold]  {facts['state']}, step {facts.get('step')}, attempt {facts.get('attempt')}"
-    )
+    console = Console(highlight=False, soft_wrap=True)
+
+    def say(text: object, style: str = "") -> None:
+        console.print(escape(str(text)), style=style)
+
+    say(f"{facts['run']}  {facts['state']}, step {facts.get('step')}, attempt {facts.get('attempt')}")
     if facts.get("failure"):
-        out.print(f"[bold red]NOT WATCHING: {facts['failure']}[/bold red]")
+        say(f"NOT WATCHING: {facts['failure']}", "bold red")
     mode = facts.get("mode") or {}
     if mode:
-        out.print(
+        say(
             f"mode      {mode['acting']} (code {mode['code']}, person {mode['person']}, policy {mode['policy']}; the lowest wins)"
         )
     for name, setting in facts.get("settings", {}).items():
-        out.print(f"{name:9} {setting['value']} ({setting['source']})")
+        say(f"{name:9} {setting['value']} ({setting['source']})")
+    watched = facts.get("watched", {})
+    say("watched   " + (", ".join(f"{name} ({n} signals)" for name, n in watched.items()) or "nothing"))
     held = facts.get("budget_held")
-    out.print(f"budget    {'none can be stated yet' if held is None else held}")
+    say(
+        "budget    none can be stated yet"
+        if held is None
+        else f"budget    at most {held:.3g} false alarms in 1,000 samples of a signal (provisional)"
+    )
     for limit in facts.get("limits", []):
-        out.print(f"[yellow]not watched[/yellow]  {limit}")
+        say(f"not watched  {limit}", "yellow")
     for name, reason in facts.get("unavailable", {}).items():
-        out.print(f"[yellow]unavailable[/yellow]  {name}: {reason}")
+        say(f"unavailable  {name}: {reason}", "yellow")
     for intervention in facts.get("standing", []):
-        out.print(f"standing  {json.dumps(intervention)}")
+        say(f"standing  {json.dumps(intervention)}")
     spent = facts.get("spent") or {}
-    out.print(
+    say(
         f"spent     {spent.get('actions', 0)} actions, {spent.get('rollbacks', 0)} rollbacks; {len(facts.get('incidents', []))} incidents"
     )
     for item in facts.get("incidents", []):
-        out.print(f"          {item['id']} {item['policy']}: {item['state']} {item['reason']}")
+        say(f"          {item['id']} {item['policy']}: {item['state']} {item['reason']}")
 
 
 def list_runs(
@@ -74,7 +83,12 @@ def list_runs(
 ) -> None:
     """The runs in a directory, newest last."""
     found = sorted(directory.glob("*/run.db"), key=lambda p: p.stat().st_mtime) if directory.is_dir() else []
-    rows = [{"directory": str(p.parent), **read_status(p.parent)} for p in found]
+    rows = []
+    for path in found:
+        try:
+            rows.append({"directory": str(path.parent), **read_status(path.parent)})
+        except typer.Exit:  # one damaged run does not hide the others
+            rows.append({"directory": str(path.parent), "run": path.parent.name, "state": "damaged"})
     if as_json:
         typer.echo(
             json.dumps(
@@ -110,10 +124,14 @@ def list_runs(
 def replay(run: Run, as_json: Json = False) -> None:
     """Fold the run's journal again and compare with its audit log, bit for bit. Exit 1 where they differ."""
     from foreshock.pipeline.replay import replay as fold_again
-    from foreshock.pipeline.store import RunStore
+    from foreshock.pipeline.store import RunStore, StoreError
 
-    with RunStore.open_readonly(find_run(run)) as store:
-        result = fold_again(store)
+    try:
+        with RunStore.open_readonly(find_run(run)) as store:
+            result = fold_again(store)
+    except (StoreError, ValueError) as error:
+        typer.echo(f"{run}: {error}", err=True)
+        raise typer.Exit(1) from None
     if as_json:
         typer.echo(
             json.dumps({"events": result.events, "records": result.records, "difference": result.difference})

@@ -18,7 +18,7 @@ class Severity(StrEnum):
 
 
 class Mechanism(StrEnum):
-    """Where a fault is written. The last five need no module of their own."""
+    """Where a fault is written: two modules, and four that need none."""
 
     ATTENTION = "attention"
     ROUTER = "router"

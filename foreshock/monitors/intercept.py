@@ -31,7 +31,7 @@ _EXPOSURES = ("lse", "max_logit")
 _ABSENT = object()
 
 
-class Unavailable(RuntimeError):  # noqa: N818 - the word of the house
+class Unavailable(RuntimeError):
     """An action cannot be done at this site; the message says why."""
 
 
@@ -159,6 +159,7 @@ class _Tap:
         self.exposed: dict[str, Tensor] = {}
         self.calls = 0
         self.failure: str | None = None
+        self.limits: list[str] = []
         self.shadow = _Shadow(self.kernel, self.forward if site.call is None else self.call)
         # The instance dictionary goes before registered submodules: parameters and state_dict do not change.
         vars(site.module)[self.name] = self.shadow
@@ -185,7 +186,10 @@ class _Tap:
 
     def attend(self, run: Kernel, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
         watched = torch.is_grad_enabled() and q.requires_grad and self.failure is None
-        sampled = watched and self.sequences > 0 and _measurable(q, k, v, call)
+        sampled = watched and self.sequences > 0
+        if sampled and (why := _unmeasurable(q, k, v, call)):
+            sampled = False
+            self.say(f"attention of layer {self.site.layer} is not measured by the source probe: {why}")
         if sampled:
             q = q.view_as(
                 q
@@ -264,13 +268,23 @@ class _Tap:
             yield
         except Exception as error:
             self.failure = f"{type(error).__name__}: {error}"
-            log.warning("attention of layer %d is no longer watched: %s", self.site.layer, self.failure)
+            self.say(f"attention of layer {self.site.layer} is no longer watched: {self.failure}")
+
+    def say(self, limit: str) -> None:
+        """Once: what is not watched here, and why."""
+        if limit not in self.limits:
+            self.limits.append(limit)
+            log.warning("%s", limit)
 
 
-def _measurable(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> bool:
-    """Plain (B, H, T, d) tensors without dropout, so that float64 can say what the kernel should return."""
+def _unmeasurable(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> str | None:
+    """Why float64 cannot say what the kernel should return; None where it can."""
+    if call.dropout_p:
+        return "dropout inside attention makes every call another function"
     plain = all(type(x) is Tensor and x.ndim == 4 for x in (q, k, v))
-    return plain and call.dropout_p == 0.0 and (call.attn_mask is None or type(call.attn_mask) is Tensor)
+    if not plain or not (call.attn_mask is None or type(call.attn_mask) is Tensor):
+        return "its tensors are not plain (batch, heads, tokens, width)"
+    return None
 
 
 class Interceptor:
@@ -322,6 +336,11 @@ class Interceptor:
     def failures(self) -> dict[int, str]:
         """Layers whose watching failed and was given up, with the reason."""
         return {layer: tap.failure for layer, tap in self._taps.items() if tap.failure is not None}
+
+    @property
+    def limits(self) -> list[str]:
+        """What is not watched, by layer and with the reason."""
+        return [limit for tap in self._taps.values() for limit in tap.limits]
 
     @property
     def upcasted(self) -> dict[int, str]:

@@ -31,7 +31,7 @@ _HEAD_DIM = ("head_dim", "d_head", "attention_head_size")
 _CALL = "attend"
 
 
-class SitesUnknown(ValueError):  # noqa: N818
+class SitesUnknown(ValueError):
     """The model's attention was not located; the message shows the `sites=` that would say where it is."""
 
 

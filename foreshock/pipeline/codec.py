@@ -23,7 +23,13 @@ def loads(data: bytes) -> dict[str, Any]:
 
 def _array(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        return {"__array__": [value.dtype.str, list(value.shape), base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()]}
+        return {
+            "__array__": [
+                value.dtype.str,
+                list(value.shape),
+                base64.b64encode(np.ascontiguousarray(value).tobytes()).decode(),
+            ]
+        }
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"state holds a {type(value).__name__}, which cannot be written")

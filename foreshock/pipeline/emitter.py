@@ -28,7 +28,7 @@ class Emitter:
         self._frames = 0
         self._queue: deque[tuple[bool, Job]] = deque()
         self._wake = threading.Condition()
-        self._closing = False
+        self._closing = self._busy = False
         self.dropped = 0
         self.failure: str | None = None
         self._thread: threading.Thread | None = None
@@ -50,6 +50,11 @@ class Emitter:
             self._frames += frame
             self._wake.notify()
 
+    def drain(self, timeout: float = 30.0) -> bool:
+        """Wait until everything put so far was delivered; False after `timeout` seconds."""
+        with self._wake:
+            return self._wake.wait_for(lambda: not self._queue and not self._busy, timeout)
+
     def close(self, timeout: float = 30.0) -> None:
         """Deliver what is queued, then stop. Gives up after `timeout` seconds."""
         with self._wake:
@@ -67,7 +72,11 @@ class Emitter:
                     return
                 frame, job = self._queue.popleft()
                 self._frames -= frame
+                self._busy = True
             self._do(job)
+            with self._wake:
+                self._busy = False
+                self._wake.notify_all()
 
     def _do(self, job: Job) -> None:
         try:

@@ -108,7 +108,8 @@ class PolicyLoaded:
 
 Event = Hello | Frames | Tick | Ack | RecoveryPoint | Confirmation | Human | Announcement | PolicyLoaded
 _KINDS: dict[str, type] = {
-    c.__name__: c for c in (Hello, Frames, Tick, Ack, RecoveryPoint, Confirmation, Human, Announcement, PolicyLoaded)
+    c.__name__: c
+    for c in (Hello, Frames, Tick, Ack, RecoveryPoint, Confirmation, Human, Announcement, PolicyLoaded)
 }
 
 

@@ -96,7 +96,9 @@ class Hub:
         policies = loads(event.text, event.source)
         self.policy_text = (event.text, event.source)
         before, self.engine = self.engine, Engine(policies, self._unavailable)
-        self._audit("policy.loaded", {"name": policies.name, "source": event.source, "mode": str(policies.mode)})
+        self._audit(
+            "policy.loaded", {"name": policies.name, "source": event.source, "mode": str(policies.mode)}
+        )
         if before is not None:
             self._rule(self.engine.adopt(before, self.clock))
 
@@ -130,7 +132,9 @@ class Hub:
     def _new_detectors(self, table: SignalTable) -> Detectors:
         options = self.hello.options if self.hello else {}
         budget = float(self._engine().policies.false_alarms.steps)
-        return Detectors(table, budget_steps=budget, start=options.get("start"), sources=options.get("sources", True))
+        return Detectors(
+            table, budget_steps=budget, start=options.get("start"), sources=options.get("sources", True)
+        )
 
     def _mode(self) -> Mode:
         return Mode.lowest(*(Mode(m) for m in self.modes().values()))
@@ -138,7 +142,11 @@ class Hub:
     def modes(self) -> dict[str, str]:
         """Where the acting mode comes from; the lowest wins."""
         allow = self.hello.allow if self.hello else "observe"
-        return {"code": allow, "person": self.human_mode or "enforce", "policy": str(self._engine().policies.mode)}
+        return {
+            "code": allow,
+            "person": self.human_mode or "enforce",
+            "policy": str(self._engine().policies.mode),
+        }
 
     # -- signals ------------------------------------------------------------------------------------------
 
@@ -172,13 +180,19 @@ class Hub:
         for alarm, reason in zip(report.closed, report.reasons, strict=True):
             self._audit("alarm.closed", {"signal": alarm.signal, "step": self.step, "reason": reason})
         for signal in report.seen:
-            self._audit("seen", {"signal": signal, "step": self.step, "reason": "significant, but too small to matter"})
+            self._audit(
+                "seen",
+                {"signal": signal, "step": self.step, "reason": "significant, but too small to matter"},
+            )
         for step, signal in report.outliers:
             self.outliers += 1
             if self.outliers <= MAX_OUTLIERS_AUDITED:
                 self._audit("outlier", {"signal": signal, "step": step})
         for diagnosis in report.diagnoses:
-            name, facts = str(diagnosis.mechanism), (str(diagnosis.severity), diagnosis.layers, diagnosis.signals)
+            name, facts = (
+                str(diagnosis.mechanism),
+                (str(diagnosis.severity), diagnosis.layers, diagnosis.signals),
+            )
             if self.diagnosed.get(name) != facts:
                 self.diagnosed[name] = facts
                 self._audit("diagnosis", diagnosis.to_json())
@@ -219,9 +233,13 @@ class Hub:
 
     def _issue(self, decision: Decision) -> None:
         incident = self._engine().get(decision.incident)
-        assert incident is not None and self.hello is not None
+        assert incident is not None
+        assert self.hello is not None
         try:
-            actions = tuple((name, self._resolve(name, arguments, incident.diagnosis)) for name, arguments in decision.actions)
+            actions = tuple(
+                (name, self._resolve(name, arguments, incident.diagnosis))
+                for name, arguments in decision.actions
+            )
         except Unavailable as reason:  # a point was lost while a person thought about it
             self._rule(self._engine().judged(decision.incident, "unavailable", str(reason), self.clock))
             return
@@ -254,7 +272,10 @@ class Hub:
         incident = engine.get(command.incident)
         assert incident is not None
         actions = dict(command.actions)
-        self._audit("command.applied", {"command": command.id, "step": step, "acks": {str(r): a for r, a in self.acks.items()}})
+        self._audit(
+            "command.applied",
+            {"command": command.id, "step": step, "acks": {str(r): a for r, a in self.acks.items()}},
+        )
         for name in ("precision_upcast", "lr_scale"):
             if name in actions and (name, actions[name]) not in self.standing:
                 self.standing.append((name, actions[name]))
@@ -276,7 +297,10 @@ class Hub:
             )
             self._audit(
                 "verification.started",
-                {"command": command.id, "signals": {k: [_number(a), _number(b)] for k, (a, b) in reference.items()}},
+                {
+                    "command": command.id,
+                    "signals": {k: [_number(a), _number(b)] for k, (a, b) in reference.items()},
+                },
             )
 
     def _again_ill(self, diagnoses: tuple[Diagnosis, ...]) -> tuple[str, str] | None:
@@ -296,13 +320,25 @@ class Hub:
     def _reference(self, incident: Incident) -> dict[str, tuple[float, float]]:
         detectors = self._detectors()
         wanted = self._policy_of(incident).verify.signals
-        names = detectors.verification_keys(incident.diagnosis) if wanted == "diagnosed" else tuple(f"symptom.{s}" for s in wanted)
+        names = (
+            detectors.verification_keys(incident.diagnosis)
+            if wanted == "diagnosed"
+            else tuple(f"symptom.{s}" for s in wanted)
+        )
         return dict(detectors.reference(names, incident.diagnosis.onset.early))
 
     def _criteria(self, incident: Incident) -> Criteria:
         v = self._policy_of(incident).verify
         delay = max(v.initial_delay, 3 * WINDOW)
-        return Criteria(delay, v.interval, v.band, v.recovered.n, v.failed.k, v.failed.n, max(v.timeout, delay + v.interval))
+        return Criteria(
+            delay,
+            v.interval,
+            v.band,
+            v.recovered.n,
+            v.failed.k,
+            v.failed.n,
+            max(v.timeout, delay + v.interval),
+        )
 
     def _policy_of(self, incident: Incident) -> Any:
         return next(p for p in self._engine().policies.policies if p.name == incident.policy)
@@ -312,12 +348,21 @@ class Hub:
         assert judged is not None
         self._audit(
             "outcome",
-            Outcome(judged.command, judged.incident, judged.applied_step, verdict, reason, cost={"checks": float(len(judged.checks))}).to_json(),
+            Outcome(
+                judged.command,
+                judged.incident,
+                judged.applied_step,
+                verdict,
+                reason,
+                cost={"checks": float(len(judged.checks))},
+            ).to_json(),
         )
         self._rule(self._engine().judged(judged.incident, verdict, reason, self.clock))
 
     def _outcome(self, command: Command, step: int | None, verdict: str, reason: str) -> None:
-        self._audit("outcome", Outcome(command.id, command.incident, step, verdict, reason, dict(self.acks)).to_json())
+        self._audit(
+            "outcome", Outcome(command.id, command.incident, step, verdict, reason, dict(self.acks)).to_json()
+        )
 
     def _expire(self) -> None:
         if self.command is not None and self._seq() > self.command.expires:
@@ -345,11 +390,19 @@ class Hub:
             self.ledger.prune(self.step)
         self._audit(
             "recovery_point",
-            {"id": event.id, "step": event.step, "finite": event.finite, "bytes": event.bytes, "seconds": round(event.seconds, 4)},
+            {
+                "id": event.id,
+                "step": event.step,
+                "finite": event.finite,
+                "bytes": event.bytes,
+                "seconds": round(event.seconds, 4),
+            },
         )
 
     def _confirmation(self, event: Confirmation) -> None:
-        self._audit("confirmation", {"mechanism": event.mechanism, "confirms": event.confirms, "text": event.text})
+        self._audit(
+            "confirmation", {"mechanism": event.mechanism, "confirms": event.confirms, "text": event.text}
+        )
 
     def _human(self, event: Human) -> None:
         engine = self._engine()
@@ -408,7 +461,9 @@ class Hub:
             "standing": [list(item) for item in self.standing],
             "rewound": self.rewound,
             "outliers": self.outliers,
-            "diagnosed": {k: [s, list(layers), list(signals)] for k, (s, layers, signals) in self.diagnosed.items()},
+            "diagnosed": {
+                k: [s, list(layers), list(signals)] for k, (s, layers, signals) in self.diagnosed.items()
+            },
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -418,7 +473,9 @@ class Hub:
         self.engine.load_state_dict(state["engine"])
         if state["hello"] is not None:
             hello = state["hello"]
-            self.hello = Hello(**{**hello, "table": SignalTable.from_json(hello["table"]), "ranks": tuple(hello["ranks"])})
+            self.hello = Hello(
+                **{**hello, "table": SignalTable.from_json(hello["table"]), "ranks": tuple(hello["ranks"])}
+            )
             self.detectors = self._new_detectors(self.hello.table)
             self.detectors.load_state_dict(state["detectors"])
         self.assembler.load_state_dict(state["assembler"])
@@ -433,7 +490,9 @@ class Hub:
         self.acks = {int(r): a for r, a in state["acks"].items()}
         self.treated = tuple(state["treated"])
         self.verification = Verification.from_state(state["verification"]) if state["verification"] else None
-        self.diagnosed = {k: (s, tuple(layers), tuple(signals)) for k, (s, layers, signals) in state["diagnosed"].items()}
+        self.diagnosed = {
+            k: (s, tuple(layers), tuple(signals)) for k, (s, layers, signals) in state["diagnosed"].items()
+        }
 
 
 def _onsets(report: Report) -> dict[str, int]:

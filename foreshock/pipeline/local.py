@@ -19,7 +19,19 @@ from typing import IO, Any
 
 import foreshock
 from foreshock.pipeline import codec
-from foreshock.pipeline.events import VERSION, Audit, Effect, Event, Frames, Human, Issue, Notify, Snapshot, decode, encode
+from foreshock.pipeline.events import (
+    VERSION,
+    Audit,
+    Effect,
+    Event,
+    Frames,
+    Human,
+    Issue,
+    Notify,
+    Snapshot,
+    decode,
+    encode,
+)
 from foreshock.pipeline.hub import Hub
 from foreshock.pipeline.store import RunStore, StoreError
 from foreshock.policies.models import Mode
@@ -163,7 +175,9 @@ class LocalShell:
             if isinstance(effect, Issue) and not self.unaudited:
                 self._issue(effect.command)
             elif isinstance(effect, Notify):
-                log.warning("%s%s", "UNAUDITED (the disk cannot be written): " if self.unaudited else "", effect.text)
+                log.warning(
+                    "%s%s", "UNAUDITED (the disk cannot be written): " if self.unaudited else "", effect.text
+                )
 
     def _read_inbox(self) -> None:
         """Each request is taken and journalled in one transaction: answered once, and never lost."""
@@ -173,7 +187,10 @@ class LocalShell:
                 effects: list[Effect] = []
                 with self._store.transaction():
                     for item in self._store.take(limit=1):
-                        who, argument = str(item.payload.get("who", "?")), str(item.payload.get("argument", ""))
+                        who, argument = (
+                            str(item.payload.get("who", "?")),
+                            str(item.payload.get("argument", "")),
+                        )
                         effects = self._handle(Human(item.time, item.kind, argument, who))
                 self._carry_out(effects)
         except StoreError as error:

@@ -6,6 +6,7 @@ that returns a `Mechanism`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from foreshock.monitors.intercept import Interceptor
     from foreshock.monitors.probe import Probe
 
+log = logging.getLogger("foreshock")
 GROUP = "foreshock.mechanisms"
 
 
@@ -48,7 +50,10 @@ def installed() -> list[Mechanism]:
     found: dict[str, Mechanism] = {"attention": attention()}
     for entry in entry_points(group=GROUP):
         if entry.name not in found:
-            found[entry.name] = entry.load()()
+            try:
+                found[entry.name] = entry.load()()
+            except Exception:
+                log.exception("mechanism %s of %s cannot be used", entry.name, entry.value)
     return [found[name] for name in sorted(found)]
 
 

@@ -48,11 +48,17 @@ def replay(store: RunStore) -> Replay:
             records += 1
             record = next(written, None)
             if record is None:
-                return Replay(events, records, f"record {records} ({effect.kind}) is missing from the audit log")
+                return Replay(
+                    events, records, f"record {records} ({effect.kind}) is missing from the audit log"
+                )
             now = (number, event.time, effect.kind, canonical(effect.payload))
             then = (record.event, record.time, record.kind, canonical(record.payload))
             if now != then:
-                return Replay(events, records, f"record {record.sequence}: {record.kind} was written, {effect.kind} is replayed")
+                return Replay(
+                    events,
+                    records,
+                    f"record {record.sequence}: {record.kind} was written, {effect.kind} is replayed",
+                )
     extra = next(written, None)
     if extra is not None:
         return Replay(events, records, f"record {extra.sequence} ({extra.kind}) has no event behind it")

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -22,7 +23,16 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from foreshock.pipeline.emitter import Emitter
-from foreshock.pipeline.events import Ack, Announcement, Event, Frames, Hello, Human, PolicyLoaded, RecoveryPoint
+from foreshock.pipeline.events import (
+    Ack,
+    Announcement,
+    Event,
+    Frames,
+    Hello,
+    Human,
+    PolicyLoaded,
+    RecoveryPoint,
+)
 from foreshock.pipeline.local import LocalShell
 from foreshock.pipeline.mechanisms import installed
 from foreshock.pipeline.settings import acting_mode, choose, run_directory, switched_off
@@ -125,7 +135,8 @@ def watch(
     `sites` names attention modules where discovery fails. `masters` maps bf16 parameters to the float32 copies that the
     optimizer keeps; without them their update spectrum cannot be measured. `step` is the first step to run. `sync=True` handles
     each frame before `step` returns. `run_dir` resumes that run. `fork` starts from another watch's `fork()`, for
-    experiments; the trainer must be in the same state.
+    experiments; the trainer must be in the same state. `options`: `start` (step from which baselines are learned;
+    default twice the warm-up), `sources` (False: without the source probe's rules), `points_every` (steps).
 
     Raises ValueError or TypeError for wrong arguments, and never after that.
     """
@@ -138,13 +149,27 @@ def watch(
         "run_dir": choose("run_dir", run_dir, None),
     }
     if data not in (None, "manual"):
-        raise ValueError(f"data={data!r}: the only word is \"manual\"; leave it out to use watch.batches(loader)")
+        raise ValueError(
+            f'data={data!r}: the only word is "manual"; leave it out to use watch.batches(loader)'
+        )
     unknown = set(options) - {"start", "sources", "points_every"}
+    for count in ("start", "points_every"):
+        if not isinstance(options.get(count, 1), int):
+            raise TypeError(f"{count}={options[count]!r} is not a number of steps")
     if unknown:
         raise TypeError(f"watch() got an unexpected keyword argument {sorted(unknown)[0]!r}")
     for name, thing in (state or {}).items():
         if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
             raise TypeError(f"state[{name!r}] has no state_dict and load_state_dict")
+    if run is not None and (not run or Path(run).name != run):
+        raise ValueError(f"run={run!r} is a name, not a path; run_dir= takes a path")
+    if sites is not None and not sites:
+        raise ValueError("sites=[] names no module; leave it out to let Foreshock look for them")
+    for each in ("parameters", "named_modules"):
+        if not hasattr(model, each):
+            raise TypeError(f"the first argument must be a torch.nn.Module, not {type(model).__name__}")
+    if not hasattr(optimizer, "register_step_pre_hook"):
+        raise TypeError(f"the second argument must be a torch optimizer, not {type(optimizer).__name__}")
     name = run or time.strftime("%Y%m%d-%H%M%S") + f"-{os.getpid()}-{next(_COUNT)}"
     directory = run_directory(settings["run_dir"], name)
     return Watch(
@@ -216,7 +241,9 @@ class Watch:
         self._stand()
         self._open_signals()
         if manual:
-            self.limits.append('data="manual": rollback and skip_data are unavailable, because the loop owns its iterator')
+            self.limits.append(
+                'data="manual": rollback and skip_data are unavailable, because the loop owns its iterator'
+            )
         for limit in self.limits:
             log.warning("%s", limit)
         self._each("arm", self._next)
@@ -228,13 +255,17 @@ class Watch:
         from foreshock.remediation.live.data import DataCursor
 
         if self._manual:
-            raise ValueError('watch(data="manual") was told that the loop owns its iterator; leave it out to use batches()')
+            raise ValueError(
+                'watch(data="manual") was told that the loop owns its iterator; leave it out to use batches()'
+            )
         before = self._trainer.cursor
         cursor = DataCursor(loader, epochs, call=before.call + 1 if before else 1)
         cursor.batches = before.batches if before else self._batches.get(self._next, 0)
         self._batches.setdefault(self._next, cursor.batches)
         if before is not None and before.call == 1 and self._every:
-            log.warning("a second watch.batches(): a rollback cannot cross into the first; use batches(loader, epochs=N)")
+            log.warning(
+                "a second watch.batches(): a rollback cannot cross into the first; use batches(loader, epochs=N)"
+            )
         self._trainer.cursor = cursor
         yield from cursor
 
@@ -265,6 +296,12 @@ class Watch:
             verdict = Verdict(self._next, self._stopped)
         self._spent[0] += time.perf_counter() - began
         return verdict
+
+    def drain(self, timeout: float = 30.0) -> bool:
+        """Wait until everything measured so far was handled; False after `timeout` seconds. Not for a training loop."""
+        if self._points is not None:
+            self._points.flush()
+        return self._emitter.drain(timeout)
 
     def close(self) -> None:
         """Deliver what is queued and put the model back as it was: no hook, no wrapper stays."""
@@ -297,7 +334,9 @@ class Watch:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     # -- one step -----------------------------------------------------------------------------------------
@@ -309,7 +348,7 @@ class Watch:
         self._micro.clear()
         self._guard(self._symptoms, lambda: self._symptoms.observe(loss, grad_norm))
         step, seq, timeline, stamp = self._next, self._seq, self._timeline, time.time()
-        pending = [(probe, self._guard(probe, lambda p=probe: p.collect(step))) for probe in list(self._probes)]  # type: ignore[misc]
+        pending = [(p, self._guard(p, partial(p.collect, step))) for p in list(self._probes)]
         self._emitter.put(lambda: self._frame(pending, step, seq, timeline, stamp), frame=True)
         self._next, self._seq = step + 1, seq + 1
         if self._trainer.cursor is not None:
@@ -324,7 +363,9 @@ class Watch:
             self._emitter.put(lambda: self._shell.publish(facts))
         return verdict
 
-    def _frame(self, pending: list[tuple[Probe, Pending | None]], step: int, seq: int, timeline: int, stamp: float) -> Event:
+    def _frame(
+        self, pending: list[tuple[Probe, Pending | None]], step: int, seq: int, timeline: int, stamp: float
+    ) -> Event:
         values = np.full(len(self._table.values), np.nan)
         for probe, later in pending:
             if later is not None:
@@ -409,7 +450,9 @@ class Watch:
             kinds = {t.dtype: torch.zeros(1, dtype=t.dtype) for t in tensors.values()}
             save({str(kind): one for kind, one in kinds.items()})
             size = sum(t.nbytes for t in tensors.values())
-            log.info("recovery points: %.1f MB each now, every %d steps, up to 15 kept", size / 1e6, self._every)
+            log.info(
+                "recovery points: %.1f MB each now, every %d steps, up to 15 kept", size / 1e6, self._every
+            )
             names = {f"model/{name}" for name, _ in self._trainer.model.named_buffers()}
             constants = {n: t for n, t in nonfinite(tensors).items() if n.split(":/", 1)[-1] in names}
             return RecoveryStore(self.directory / "points", self._point_saved, constants)
@@ -456,7 +499,12 @@ class Watch:
 
     def _start_from(self, fork: Fork) -> None:
         self._shell.seed({**copy.deepcopy(fork.hub), "run": self.run})
-        self._next, self._seq, self._timeline, self._batches = fork.step, fork.seq, fork.timeline, dict(fork.batches)
+        self._next, self._seq, self._timeline, self._batches = (
+            fork.step,
+            fork.seq,
+            fork.timeline,
+            dict(fork.batches),
+        )
         for probe in self._probes:
             probe.load_state_dict(fork.probes[probe.name])
         hub = self._shell.hub
@@ -543,8 +591,10 @@ class Watch:
 
     def _facts(self) -> dict[str, Any]:
         wall = time.perf_counter() - self._spent[1]
+        interceptor = self._trainer.interceptor
         return {
-            "limits": self.limits,
+            "limits": [*self.limits, *(interceptor.limits if interceptor else ())],
+            "watched": {probe.name: len(probe.keys()) for probe in self._probes},
             "settings": {k: {"value": str(s.value), "source": s.source} for k, s in self._settings.items()},
             "dropped": self._emitter.dropped,
             "lost": self._emitter.failure,

@@ -84,7 +84,7 @@ class Pause(Strict):
 
 
 class Notify(Strict):
-    """A message to the policy's receivers, and to the log."""
+    """A message in the log; receivers are reached by a later version."""
 
     message: Annotated[str, Field(min_length=1)] | None = None
 

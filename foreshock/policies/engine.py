@@ -23,7 +23,7 @@ MODULES = (Mechanism.ATTENTION, Mechanism.ROUTER)
 
 REMEMBERED = 50
 
-Unavailable = Callable[[str, dict[str, Any], Incident], str | None]
+WhyNot = Callable[[str, dict[str, Any], Incident], str | None]
 """Why an action cannot be done for an incident, or None where it can."""
 
 
@@ -52,7 +52,7 @@ class Engine:
     diagnosis; a policy set that loaded is one that runs.
     """
 
-    def __init__(self, policies: PolicySet, unavailable: Unavailable) -> None:
+    def __init__(self, policies: PolicySet, unavailable: WhyNot) -> None:
         self.policies = policies
         self.unavailable = unavailable
         self.mode = Mode.OBSERVE
@@ -84,13 +84,20 @@ class Engine:
         """
         incident = self.get(incident_id)
         if incident is None or incident.state is not State.AWAITING or incident.decision is None:
-            self._say("approval.ignored", {"incident": incident_id, "by": who, "reason": "nothing is waiting for an answer"})
+            self._say(
+                "approval.ignored",
+                {"incident": incident_id, "by": who, "reason": "nothing is waiting for an answer"},
+            )
         elif approve:
-            self._say("approval.granted", {"incident": incident_id, "decision": incident.decision.id, "by": who})
+            self._say(
+                "approval.granted", {"incident": incident_id, "decision": incident.decision.id, "by": who}
+            )
             incident.decision = replace(incident.decision, approval="approved")
             self._move(incident, State.WAITING, clock, f"approved by {who}")
         else:
-            self._say("approval.rejected", {"incident": incident_id, "decision": incident.decision.id, "by": who})
+            self._say(
+                "approval.rejected", {"incident": incident_id, "decision": incident.decision.id, "by": who}
+            )
             self._close(incident, State.EXHAUSTED, clock, f"rejected by {who}")
         return self._flush()
 
@@ -137,7 +144,12 @@ class Engine:
             self.incidents.remove(incident)
             self._say(
                 "incident.state",
-                {"incident": incident.id, "state": "resolved", "clock": clock, "reason": "its policy was taken out"},
+                {
+                    "incident": incident.id,
+                    "state": "resolved",
+                    "clock": clock,
+                    "reason": "its policy was taken out",
+                },
             )
         return self._flush()
 
@@ -151,7 +163,11 @@ class Engine:
             policy = self._policy_for(diagnosis)
             if policy is None:
                 continue
-            mine = [i for i in self._open() if i.policy == policy.name and i.diagnosis.mechanism is diagnosis.mechanism]
+            mine = [
+                i
+                for i in self._open()
+                if i.policy == policy.name and i.diagnosis.mechanism is diagnosis.mechanism
+            ]
             if mine:
                 mine[0].diagnosis = mine[0].hull(diagnosis)
             elif (policy.name, str(diagnosis.mechanism)) not in self.settled:
@@ -179,7 +195,11 @@ class Engine:
             self._close(incident, State.RESOLVED, clock, "the diagnosis went away by itself")
         elif incident.state is State.CONFIRMING:
             needed = policy.for_
-            passed = incident.diagnosis.samples >= needed.n if isinstance(needed, ForSamples) else clock - incident.opened >= needed.n
+            passed = (
+                incident.diagnosis.samples >= needed.n
+                if isinstance(needed, ForSamples)
+                else clock - incident.opened >= needed.n
+            )
             if passed:
                 self._move(incident, State.WAITING, clock)
         elif incident.state is State.AWAITING:
@@ -189,7 +209,10 @@ class Engine:
 
     def _expire(self, incident: Incident, on_expiry: str, clock: int) -> None:
         assert incident.decision is not None
-        self._say("approval.expired", {"incident": incident.id, "decision": incident.decision.id, "on_expiry": on_expiry})
+        self._say(
+            "approval.expired",
+            {"incident": incident.id, "decision": incident.decision.id, "on_expiry": on_expiry},
+        )
         if on_expiry == "act":
             incident.decision = replace(incident.decision, approval="expired")
             self._move(incident, State.WAITING, clock, "the approval expired")
@@ -203,7 +226,9 @@ class Engine:
 
     def _in_order(self) -> list[Incident]:
         names = [p.name for p in self.policies.policies]
-        return sorted(self._open(), key=lambda i: (i.diagnosis.mechanism not in MODULES, names.index(i.policy)))
+        return sorted(
+            self._open(), key=lambda i: (i.diagnosis.mechanism not in MODULES, names.index(i.policy))
+        )
 
     def _held(self, incident: Incident, clock: int) -> bool:
         """Whether a ready incident still has to wait: for its group, for an inhibitor, a rival or its cooldown."""
@@ -234,7 +259,11 @@ class Engine:
             self._close(incident, State.EXHAUSTED, clock, "no rung of the ladder is left")
             return
         acting = any(ACTIONS[name].changes_training for name, _ in actions)
-        said = incident.decision.approval if incident.decision and incident.decision.rung == incident.rung else ""
+        said = (
+            incident.decision.approval
+            if incident.decision and incident.decision.rung == incident.rung
+            else ""
+        )
         answered = said in ("approved", "expired")
         ask = rung.approval is not None and self.mode is Mode.ENFORCE and not answered
         incident.decisions += not answered
@@ -256,7 +285,8 @@ class Engine:
             self._tell(policy, incident, f"{would}; mode {self.mode} changes nothing")
         elif not acting:
             self._say("decision", decision.to_json())
-            self._tell(policy, incident, "notification asked for by the policy")
+            texts = [str(a["message"]) for _, a in actions if a.get("message")]
+            self._tell(policy, incident, "; ".join(texts) or "notification asked for by the policy")
             self._tried(incident, "notified")
             self._next_rung(incident, clock, "notified")
         elif ask:
@@ -268,7 +298,9 @@ class Engine:
 
     def _why_not(self, name: str, arguments: dict[str, Any], incident: Incident) -> str | None:
         budget = self.policies.budget
-        if self.mode is Mode.ENFORCE and ACTIONS[name].changes_training and name != "pause":  # the last resort is free
+        if (
+            self.mode is Mode.ENFORCE and ACTIONS[name].changes_training and name != "pause"
+        ):  # the last resort is free
             if self.spent.actions >= budget.actions:
                 return f"the run's budget of {budget.actions} actions is spent"
             if name == "rollback" and self.spent.rollbacks >= budget.rollbacks:
@@ -302,15 +334,21 @@ class Engine:
     def _rung(self, incident: Incident) -> Rung:
         return self._policy(incident).ladder[incident.rung]
 
-    def _tried(self, incident: Incident, result: str, reason: str = "", names: tuple[str, ...] | None = None) -> None:
+    def _tried(
+        self, incident: Incident, result: str, reason: str = "", names: tuple[str, ...] | None = None
+    ) -> None:
         if names is None:
             names = incident.decision.names if incident.decision else ()
         incident.tried.append(Tried(incident.rung, names, result, reason))
-        self._say("incident.tried", {"incident": incident.id, **asdict(incident.tried[-1]), "actions": list(names)})
+        self._say(
+            "incident.tried", {"incident": incident.id, **asdict(incident.tried[-1]), "actions": list(names)}
+        )
 
     def _move(self, incident: Incident, state: State, clock: int, reason: str = "") -> None:
         incident.state, incident.since, incident.reason = state, clock, reason
-        self._say("incident.state", {"incident": incident.id, "state": str(state), "clock": clock, "reason": reason})
+        self._say(
+            "incident.state", {"incident": incident.id, "state": str(state), "clock": clock, "reason": reason}
+        )
 
     def _close(self, incident: Incident, state: State, clock: int, reason: str) -> None:
         self._move(incident, state, clock, reason)
@@ -321,7 +359,9 @@ class Engine:
         self._tell(self._policy(incident), incident, f"{state}: {reason}")
 
     def _tell(self, policy: Policy, incident: Incident, text: str) -> None:
-        where = f" in layer {', '.join(map(str, incident.diagnosis.layers))}" if incident.diagnosis.layers else ""
+        where = (
+            f" in layer {', '.join(map(str, incident.diagnosis.layers))}" if incident.diagnosis.layers else ""
+        )
         line = f"{incident.id} {policy.name}: {incident.diagnosis.mechanism}{where} at step {incident.diagnosis.step}: {text}"
         self._ruling.notify.append((tuple(policy.notify), line))
 

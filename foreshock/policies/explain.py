@@ -63,12 +63,12 @@ def _policy(policy: Policy) -> Iterator[tuple[str, str]]:
         yield "", f"Looked at every {every}, from {start} after the action"
         yield (
             "",
-            f"Out of it in {verify.failed}, or no answer in {plural(verify.timeout, 'step')}: the next rung",
+            f"Out of it in {verify.failed}: the next rung. No answer in {plural(verify.timeout, 'step')}: it ends there",
         )
     rest = f"rests {plural(policy.cooldown, 'step')}" if policy.cooldown else "does not rest"
     yield "Limits:", f"after an action it {rest}; the budget of the run holds"
     if policy.notify:
-        yield "Tells:", ", ".join(policy.notify)
+        yield "Tells:", f"{', '.join(policy.notify)} (in this version: lines of the log)"
     if policy.references:
         yield "Why:", ", ".join(policy.references)
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from foreshock.detectors.types import Diagnosis, Interval
 
-
 AGAIN = ("widened", "point broken")
 """Verdicts after which the same rung is tried again, with what is known now."""
 APPLIED = ("recovered", "failed", "inconclusive", "paused", "widened")
@@ -94,7 +93,10 @@ class Incident:
             "since": self.since,
             "rung": self.rung,
             "reason": self.reason,
-            "tried": [{"rung": t.rung, "actions": list(t.actions), "result": t.result, "reason": t.reason} for t in self.tried],
+            "tried": [
+                {"rung": t.rung, "actions": list(t.actions), "result": t.result, "reason": t.reason}
+                for t in self.tried
+            ],
             "diagnosis": self.diagnosis.to_json(),
             "decision": self.decision.to_json() if self.decision else None,
         }

@@ -23,7 +23,12 @@ class Unavailable(Exception):
 
 
 def resolve(
-    name: str, arguments: dict[str, Any], diagnosis: Diagnosis, ledger: PointLedger, step: int, cannot: dict[str, str]
+    name: str,
+    arguments: dict[str, Any],
+    diagnosis: Diagnosis,
+    ledger: PointLedger,
+    step: int,
+    cannot: dict[str, str],
 ) -> dict[str, Any]:
     """The arguments with nothing left to look up, at trainer step `step`.
 
@@ -39,7 +44,9 @@ def resolve(
     if name == "rollback":
         point = ledger.choose(onset, step, frozenset({str(diagnosis.mechanism)}))
         if point is None:
-            raise Unavailable(f"rollback: no recovery point at or before step {onset} is vouched for by every monitor")
+            raise Unavailable(
+                f"rollback: no recovery point at or before step {onset} is vouched for by every monitor"
+            )
         skip = [onset, step] if arguments["skip_data"] == "window" else None
         return {"point": point.id, "step": point.step, "skip": skip}
     if name == "skip_data":
@@ -47,5 +54,9 @@ def resolve(
     if name == "lr_scale":
         if arguments["target"] == "router":
             raise Unavailable("lr_scale: this version finds no router parameters")
-        return {"target": arguments["target"], "layers": list(diagnosis.layers), "factor": arguments["factor"]}
+        return {
+            "target": arguments["target"],
+            "layers": list(diagnosis.layers),
+            "factor": arguments["factor"],
+        }
     return dict(arguments)

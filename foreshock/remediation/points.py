@@ -84,10 +84,13 @@ class PointLedger:
         self.points = list(self.keep(step))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"points": [asdict(p) for p in self.points], "pinned": sorted(self.pinned), "onsets": self.onsets}
+        return {
+            "points": [asdict(p) for p in self.points],
+            "pinned": sorted(self.pinned),
+            "onsets": self.onsets,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.points = [Point(**p) for p in state["points"]]
         self.pinned = set(state["pinned"])
         self.onsets = dict(state["onsets"])
-

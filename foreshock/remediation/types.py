@@ -27,9 +27,10 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a command. `verdict`: recovered, failed, inconclusive, refused or expired.
+    """What came of a command. `verdict`: recovered, failed, inconclusive, widened (more layers fell
+    ill), refused, expired, or point broken.
 
-    `acks` maps each rank to what it reported; `cost` counts steps undone and seconds stalled.
+    `acks` maps each rank to what it reported; `cost` counts checks; what each rank did is in `acks`.
     """
 
     command: str

@@ -47,7 +47,9 @@ class Verification:
         waited = clock - self.started
         c = self.criteria
         if waited >= c.timeout:
-            return "inconclusive", f"no verdict after {c.timeout} steps" + (f"; last outside: {self.worst}" if self.worst else "")
+            return "inconclusive", f"no verdict after {c.timeout} steps" + (
+                f"; last outside: {self.worst}" if self.worst else ""
+            )
         if waited < c.initial_delay or (waited - c.initial_delay) % c.interval:
             return None
         scores = {

@@ -102,12 +102,17 @@ class RateScale:
     trainer's own rate back, so schedulers and checkpoints never see it.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, factor: float, parameters: Sequence[Tensor] | None) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, factor: float, parameters: Sequence[Tensor] | None
+    ) -> None:
         self.factor = factor
         self.parameters = parameters
         self._optimizer = optimizer
         self._kept: list[Any] = []
-        self._hooks = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+        ]
 
     def _before(self, *_: Any) -> None:
         if self.parameters is None:
@@ -167,7 +172,9 @@ class Live:
         if self.trainer.interceptor is None:
             out["precision_upcast"] = "no attention site was found whose kernel can be replaced"
         if cursor is None:
-            out["skip_data"] = 'the training data cannot be rewound: the loop owns its iterator (data="manual")'
+            out["skip_data"] = (
+                'the training data cannot be rewound: the loop owns its iterator (data="manual")'
+            )
         elif cursor.why_not is not None:
             out["skip_data"] = cursor.why_not
         why = out.get("skip_data") or self._no_points
@@ -187,7 +194,9 @@ class Live:
                 ready["state"] = self.points.load(arguments["point"])
                 drawn, cursor = ready["state"]["data"], self.trainer.cursor
                 if drawn is not None and cursor is not None and drawn["call"] != cursor.call:
-                    raise NotPossible("rollback: the point lies in an earlier watch.batches(); use batches(loader, epochs=N)")
+                    raise NotPossible(
+                        "rollback: the point lies in an earlier watch.batches(); use batches(loader, epochs=N)"
+                    )
             elif name == "lr_scale":
                 self._scaled(arguments)
             elif name == "precision_upcast" and self.trainer.interceptor is not None:
@@ -197,7 +206,9 @@ class Live:
     def apply(self, command: Command, ready: dict[str, Any], step: int) -> Applied:
         """Apply every action of the command between two steps; `step` is the next step to run."""
         done = Applied()
-        order = sorted(command.actions, key=lambda a: a[0] != "rollback")  # a rewind first, or it would undo the rest
+        order = sorted(
+            command.actions, key=lambda a: a[0] != "rollback"
+        )  # a rewind first, or it would undo the rest
         for name, arguments in order:
             if name == "rollback":
                 skip = arguments["skip"]
@@ -225,12 +236,16 @@ class Live:
         if name == "precision_upcast":
             interceptor = self.trainer.interceptor
             if interceptor is None:
-                raise NotPossible("precision_upcast: no attention site was found whose kernel can be replaced")
+                raise NotPossible(
+                    "precision_upcast: no attention site was found whose kernel can be replaced"
+                )
             layers = self._layers(arguments)
             interceptor.upcast(layers, arguments["how"])
             return {"layers": layers, "how": arguments["how"]}
         if name == "lr_scale":
-            self._scales.append(RateScale(self.trainer.optimizer, arguments["factor"], self._scaled(arguments)))
+            self._scales.append(
+                RateScale(self.trainer.optimizer, arguments["factor"], self._scaled(arguments))
+            )
             return {"factor": arguments["factor"], "target": arguments["target"]}
         raise NotPossible(f"{name}: this version cannot do it")
 

@@ -37,7 +37,9 @@ class DataCursor:
         self.stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         self.why_not: str | None = None
         if not self.stateful and hasattr(loader, "__next__"):
-            self.why_not = "the loader is a one-shot iterator without state_dict, so its batches cannot be drawn again"
+            self.why_not = (
+                "the loader is a one-shot iterator without state_dict, so its batches cannot be drawn again"
+            )
         self._epoch_start: dict[str, Any] | None = None
         self._iterator: Iterator[Any] | None = None
         self._last: Any = None
@@ -118,7 +120,12 @@ class DataCursor:
     def _generators(self) -> list[Any]:
         """The loader's own torch generators: its own, its sampler's, its batch sampler's."""
         batch_sampler = getattr(self.loader, "batch_sampler", None)
-        owners = (self.loader, getattr(self.loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+        owners = (
+            self.loader,
+            getattr(self.loader, "sampler", None),
+            batch_sampler,
+            getattr(batch_sampler, "sampler", None),
+        )
         found = [g for owner in owners if (g := getattr(owner, "generator", None)) is not None]
         return list({id(g): g for g in found}.values())
 

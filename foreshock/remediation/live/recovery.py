@@ -96,7 +96,9 @@ class RecoveryStore:
         part = self.directory / f".part-{name}"
         try:
             broken = nonfinite(tensors)
-            if any(n not in self.constants or not torch.equal(t, self.constants[n]) for n, t in broken.items()):
+            if any(
+                n not in self.constants or not torch.equal(t, self.constants[n]) for n, t in broken.items()
+            ):
                 self._on_saved(Saved(name, *place, False, 0, time.perf_counter() - began))
                 return
             shutil.rmtree(part, ignore_errors=True)
@@ -142,7 +144,11 @@ class RecoveryStore:
         """Delete every point that is neither in `keep`, nor a pause's, nor unknown to the hub, which now knows `told`."""
         self._untold.discard(told)
         for place in self.directory.iterdir():
-            if place.is_dir() and not place.name.startswith((".", "pause-")) and place.name not in keep | self._untold:
+            if (
+                place.is_dir()
+                and not place.name.startswith((".", "pause-"))
+                and place.name not in keep | self._untold
+            ):
                 shutil.rmtree(place, ignore_errors=True)
 
     def flush(self) -> None:
@@ -156,4 +162,3 @@ class RecoveryStore:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-

@@ -38,7 +38,9 @@ def flatten(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
         return value.item()
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    raise NotStorable(f"{path or 'the state'} is a {type(value).__name__}, which cannot be stored without pickle")
+    raise NotStorable(
+        f"{path or 'the state'} is a {type(value).__name__}, which cannot be stored without pickle"
+    )
 
 
 def unflatten(skeleton: Any, tensors: dict[str, Tensor]) -> Any:
@@ -66,7 +68,11 @@ def nonfinite(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def rng_state() -> dict[str, Any]:
     """Every random generator a training step may draw from: Python, numpy, torch, each CUDA device."""
-    state: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
