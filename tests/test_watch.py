@@ -187,6 +187,10 @@ def test_the_upcast_cures_and_is_reapplied_by_the_next_attempt(small, tmp_path):
     assert first["attempt"] == 2
     assert first["standing"] == [{"precision_upcast": {"layers": [0, 1], "how": "float32"}}]
     assert upcasted == {0: "float32", 1: "float32"}
+    third = small()
+    with foreshock.watch(third.model, third.optimizer, run_dir=tmp_path, allow="observe", sync=True) as watch:
+        assert watch._trainer.interceptor.upcasted == {}
+        assert any("standing precision_upcast" in limit for limit in watch.limits)
 
 
 def test_replay_of_a_real_run_gives_the_same_records(small, tmp_path):

@@ -132,11 +132,12 @@ def watch(
     `state` names further objects with state_dict and load_state_dict that a rollback must restore (scheduler,
     scaler). `policy` is a shipped name or a YAML file; `allow` the mode that this code permits (observe, dry_run,
     enforce; default observe). `data="manual"` says that the loop owns its iterator, so rewinds are unavailable.
-    `sites` names attention modules where discovery fails. `masters` maps bf16 parameters to the float32 copies that the
-    optimizer keeps; without them their update spectrum cannot be measured. `step` is the first step to run. `sync=True` handles
-    each frame before `step` returns. `run_dir` resumes that run. `fork` starts from another watch's `fork()`, for
-    experiments; the trainer must be in the same state. `options`: `start` (step from which baselines are learned;
-    default twice the warm-up), `sources` (False: without the source probe's rules), `points_every` (steps).
+    `sites` names attention modules where discovery fails. `masters` maps bf16 parameters to the float32 copies that
+    the optimizer keeps; without them their update spectrum cannot be measured. `step` is the first step to run.
+    `sync=True` handles each frame before `step` returns. `run_dir` resumes that run. `fork` starts from another
+    watch's `fork()`, for experiments; the trainer must be in the same state. `options`: `start` (step from which
+    baselines are learned; default twice the warm-up), `sources` (False: without the source probe's rules),
+    `points_every` (steps).
 
     Raises ValueError or TypeError for wrong arguments, and never after that.
     """
@@ -559,8 +560,14 @@ class Watch:
         self._emitter.put(lambda: hello)
 
     def _stand(self) -> None:
-        """Apply the run's standing interventions again, before the first step of this attempt or fork."""
+        """Apply the run's standing interventions again, before the first step of this attempt or fork.
+
+        Below enforce nothing is changed, so there they are only told.
+        """
         for name, arguments in self._shell.hub.standing:
+            if self._allow is not Mode.ENFORCE:
+                self.limits.append(f'the standing {name} of this run is not applied: allow="{self._allow}"')
+                continue
             try:
                 self._live.stand(name, arguments)
                 log.warning("standing intervention of this run applied again: %s", name)
