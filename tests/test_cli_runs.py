@@ -160,3 +160,58 @@ def test_importing_foreshock_is_light():
     code = "import sys, foreshock; print([m for m in ('torch', 'ray', 'river', 'scipy', 'numpy') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out == "[]\n"
+
+
+@pytest.fixture
+def damaged(tmp_path):
+    for name, content in (("text", b"not a database"), ("empty", b""), ("zeros", bytes(8192))):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.db").write_bytes(content)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["text", "empty", "zeros"])
+@pytest.mark.parametrize("command", [["status"], ["replay"], ["incident", "list"], ["audit", "show"]])
+def test_a_damaged_run_is_one_readable_error(damaged, command, name):
+    code, out = cli(*command, damaged / name)
+    assert code in (1, 2)
+    assert "Traceback" not in out
+    assert len(out.strip().splitlines()) <= 8
+
+
+def test_one_damaged_run_does_not_hide_the_others(damaged, small):
+    training = small()
+    with foreshock.watch(training.model, training.optimizer, run_dir=damaged / "good", sync=True) as watch:
+        for batch, _ in zip(watch.batches(training.loader), range(2), strict=False):
+            watch.step(training.train_step(batch))
+    code, out = cli("runs", damaged, "--json")
+    assert code == 0
+    states = {r["run"]: r["state"] for r in json.loads(out.splitlines()[-1])}
+    assert states["good"] == "ended"
+    assert set(states.values()) == {"ended", "damaged"}
+
+
+def test_brackets_in_names_are_printed_not_interpreted(tmp_path, small):
+    training = small()
+    with foreshock.watch(
+        training.model, training.optimizer, run_dir=tmp_path / "r", run="exp[lr=3e-4][bold]", sync=True
+    ) as watch:
+        for batch, _ in zip(watch.batches(training.loader), range(2), strict=False):
+            watch.step(training.train_step(batch))
+    code, out = cli("status", tmp_path / "r")
+    assert code == 0
+    assert "exp[lr=3e-4][bold]" in out
+
+
+def test_nobody_answers_for_a_run_that_has_ended(waiting):
+    run, _, watch = waiting
+    watch.close()
+    code, out = cli("incident", "approve", run, "i1")
+    assert code == 1
+    assert "the run has ended" in out
+
+
+def test_a_device_that_is_not_there_is_a_usage_error():
+    code, out = cli("doctor", "--kernels", "--device", "foo")
+    assert code == 2
+    assert "--device foo" in out
