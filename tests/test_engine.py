@@ -91,8 +91,25 @@ def test_failed_verification_climbs_to_the_next_rung_which_waits_for_approval():
     made.judged("i1", "failed", "outside", 110)
     assert drive(made, [diagnosis()], range(111, 115)) == []
     assert made.incidents[0].state is State.AWAITING
-    assert made.answer("i1", True, "ada", 115).issue == []
+    assert made.answer("i1.2", True, "ada", 115).issue == []
     assert drive(made, [], range(116, 120)) == [(116, ("rollback",))]
+
+
+def test_an_answer_given_twice_does_not_reach_the_next_rung():
+    asking = POLICY.replace(
+        "      - do: [{precision_upcast: {}}]\n",
+        "      - {do: [{precision_upcast: {}}], approval: {expires: 50 steps}}\n",
+    )
+    made = engine(text=asking)
+    drive(made, [diagnosis()], range(10))
+    made.answer("i1.1", True, "ada", 10)
+    drive(made, [diagnosis()], range(11, 12))
+    made.applied("i1", 12)
+    made.judged("i1", "failed", "outside", 110)
+    drive(made, [diagnosis()], range(111, 113))
+    assert made.incidents[0].state is State.AWAITING
+    made.answer("i1.1", True, "ada", 113)
+    assert made.incidents[0].state is State.AWAITING
 
 
 def test_an_approval_goes_through_the_gate_like_everything_else():
@@ -104,13 +121,13 @@ def test_an_approval_goes_through_the_gate_like_everything_else():
     made = engine(text=asking)
     drive(made, [diagnosis()], range(10))
     assert made.incidents[0].state is State.AWAITING
-    made.answer("i1", True, "ada", 10)
+    made.answer("i1.1", True, "ada", 10)
     made.mode = Mode.OBSERVE
     assert drive(made, [diagnosis()], range(11, 20)) == []
     made = engine(text=asking)
     drive(made, [diagnosis()], range(10))
     assert drive(made, [diagnosis(), diagnosis(Mechanism.NUMERICS)], range(10, 12)) == [(10, ("rollback",))]
-    made.answer("i1", True, "ada", 12)
+    made.answer("i1.1", True, "ada", 12)
     assert drive(made, [diagnosis()], range(12, 20)) == []
     made.applied("i2", 20)
     made.judged("i2", "recovered", "finite", 21)
@@ -167,7 +184,7 @@ def test_an_approval_expires_into_nothing():
     made.judged("i1", "failed", "outside", 110)
     assert drive(made, [diagnosis()], range(111, 140)) == []
     assert made.incidents[0].state is State.EXHAUSTED
-    assert made.answer("i1", True, "too late", 141).issue == []
+    assert made.answer("i1.2", True, "too late", 141).issue == []
 
 
 def test_rejection_ends_the_incident():
@@ -176,7 +193,7 @@ def test_rejection_ends_the_incident():
     made.applied("i1", 10)
     made.judged("i1", "failed", "outside", 110)
     drive(made, [diagnosis()], range(111, 113))
-    made.answer("i1", False, "ada", 113)
+    made.answer("i1.2", False, "ada", 113)
     assert made.incidents[0].state is State.EXHAUSTED
     assert "ada" in made.incidents[0].reason
 
@@ -254,7 +271,7 @@ def test_invariants_hold_under_any_history(history):
         elif what == "judged":
             ruling = made.judged(incident, verdict, "because", clock)
         else:
-            ruling = made.answer(incident, what == "approve", "ada", clock)
+            ruling = made.answer(f"{incident}.{1 + clock % 2}", what == "approve", "ada", clock)
         seen += [d.id for d in ruling.issue]
         assert sum(i.state.busy for i in made.incidents) <= 1
         assert made.spent.rollbacks <= 1

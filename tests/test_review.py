@@ -201,7 +201,7 @@ def test_every_kind_of_record_has_its_sentence():
         "approval.granted": {"incident": "i1", "decision": "i1.1", "by": "kim"},
         "approval.rejected": {"incident": "i1", "decision": "i1.1", "by": "kim"},
         "approval.expired": {"incident": "i1", "decision": "i1.1", "on_expiry": "nothing"},
-        "approval.ignored": {"incident": "i1", "by": "kim", "reason": "late"},
+        "approval.ignored": {"decision": "i1.1", "by": "kim", "reason": "late"},
         "verification.started": {"command": "i1.1", "signals": {"attention.h1": [0.6, 0.01]}},
         "announcement": {"text": "new data", "step": 3, "steps": 50},
         "human": {"verb": "mode", "argument": "observe", "who": "kim"},

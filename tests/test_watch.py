@@ -128,6 +128,21 @@ def test_skip_data_passes_over_the_window(small, tmp_path, policy_file):
     assert training.loader.index == 90 + (last - first)
 
 
+def test_skip_data_alone_moves_on_by_as_many_batches_as_the_window_had(small, tmp_path, policy_file):
+    training = small()
+    train(
+        training,
+        60,
+        tmp_path,
+        fault_at=30,
+        policy=policy_file(ROLLBACK.replace("rollback: {}", "skip_data: {}")),
+    )
+    applied = audit(tmp_path, "command.applied")[0].payload
+    count = applied["acks"]["0"]["skip_data"]["batches"]
+    assert count == applied["step"] - audit(tmp_path, "diagnosis")[0].payload["onset"][0]
+    assert training.loader.index == 60 + count
+
+
 def test_manual_data_makes_rollback_unavailable_and_says_so_at_attach(small, tmp_path, caplog):
     training = small()
     with (

@@ -95,7 +95,7 @@ def _answer(run: str, incident: str, verb: str, by: str | None) -> None:
         typer.echo(f"{incident} is {item['state']}: nothing waits for an answer", err=True)
         raise typer.Exit(1)
     with RunStore(find_run(run)) as store:
-        store.push(verb, {"argument": incident, "who": by or getpass.getuser()})
+        store.push(verb, {"argument": item["decision"]["id"], "who": by or getpass.getuser()})
     typer.echo(f"{verb} sent; the run takes it up within a second or at its next step")
 
 

@@ -79,7 +79,7 @@ class Confirmation:
 
 @dataclass(frozen=True, slots=True)
 class Human:
-    """A person's command: approve, reject (argument: incident), mode (argument: the mode)."""
+    """A person's command: approve, reject (argument: the decision), mode (argument: the mode)."""
 
     time: float
     verb: str

@@ -77,27 +77,23 @@ class Engine:
                 self._decide(incident, clock)
         return self._flush()
 
-    def answer(self, incident_id: str, approve: bool, who: str, clock: int) -> Ruling:
-        """A person's word on a pending approval. An unknown or settled incident is recorded and ignored.
+    def answer(self, decision_id: str, approve: bool, who: str, clock: int) -> Ruling:
+        """A person's word on one pending decision: said twice, it does not reach the next rung.
 
         An approved rung goes back through the same gate as any other: mode, budget, rivals, availability.
         """
-        incident = self.get(incident_id)
-        if incident is None or incident.state is not State.AWAITING or incident.decision is None:
-            self._say(
-                "approval.ignored",
-                {"incident": incident_id, "by": who, "reason": "nothing is waiting for an answer"},
-            )
-        elif approve:
-            self._say(
-                "approval.granted", {"incident": incident_id, "decision": incident.decision.id, "by": who}
-            )
+        waiting = [i for i in self._open() if i.state is State.AWAITING]
+        incident = next((i for i in waiting if i.decision is not None and i.decision.id == decision_id), None)
+        if incident is None or incident.decision is None:
+            why = "this decision does not wait for an answer"
+            self._say("approval.ignored", {"decision": decision_id, "by": who, "reason": why})
+            return self._flush()
+        kind = "approval.granted" if approve else "approval.rejected"
+        self._say(kind, {"incident": incident.id, "decision": decision_id, "by": who})
+        if approve:
             incident.decision = replace(incident.decision, approval="approved")
             self._move(incident, State.WAITING, clock, f"approved by {who}")
         else:
-            self._say(
-                "approval.rejected", {"incident": incident_id, "decision": incident.decision.id, "by": who}
-            )
             self._close(incident, State.EXHAUSTED, clock, f"rejected by {who}")
         return self._flush()
 

@@ -35,7 +35,7 @@ SENTENCES = {
     "approval.granted": "{by} approved {decision}",
     "approval.rejected": "{by} rejected {decision}",
     "approval.expired": "Nobody answered for {decision} in time; on expiry: {on_expiry}",
-    "approval.ignored": "An answer by {by} for {incident} was ignored{reason}",
+    "approval.ignored": "An answer by {by} for {decision} was ignored{reason}",
     "command.issued": "Command {id} went to all ranks: {actions}",
     "command.applied": "All ranks applied command {command} at step {step}",
     "outcome": "Outcome of command {command}: {verdict}{reason}",

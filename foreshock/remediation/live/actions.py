@@ -222,8 +222,9 @@ class Live:
                 }
             elif name == "skip_data":
                 assert self.trainer.cursor is not None
-                self.trainer.cursor.skip(arguments["batches"])
-                done.detail[name] = {"batches": arguments["batches"]}
+                count = max(1, self._batches_at(arguments["to"]) - self._batches_at(arguments["from"]))
+                self.trainer.cursor.skip(count)
+                done.detail[name] = {"batches": count}
             elif name == "pause":
                 done.stop = True
                 done.detail[name] = {}
