@@ -50,7 +50,7 @@ def resolve(
         skip = [onset, step] if arguments["skip_data"] == "window" else None
         return {"point": point.id, "step": point.step, "skip": skip}
     if name == "skip_data":
-        return {"from": onset, "to": step}
+        return {"from": onset, "to": step + 1}
     if name == "lr_scale":
         if arguments["target"] == "router":
             raise Unavailable("lr_scale: this version finds no router parameters")
