@@ -222,12 +222,11 @@ def tables(rows: list[dict[str, Any]]) -> str:
                 r["symptom_max_logit"],
             )
         )
-    alarms, diagnoses, actions = (
-        sum(r[f"{x}_in_clean"] for r in up7) for x in ("alarms", "diagnoses", "actions")
-    )
+    alarms, actions = (sum(r[f"{x}_in_clean"] for r in up7) for x in ("alarms", "actions"))
+    named = sum(r["diagnoses_in_clean"] > 0 for r in up7)
     out += [
         "",
-        f"In the {len(up7)} clean runs, {len(up7) * STEPS:,} steps: {alarms} single alarms, {diagnoses} diagnoses, {actions} actions.",
+        f"In the {len(up7)} clean runs, {len(up7) * STEPS:,} steps: {alarms} alarms, {named} with a diagnosis, {actions} actions.",
         "",
         "| run | seeds | diagnosed | actions taken | verdicts |",
         "|---|---|---|---|---|",
