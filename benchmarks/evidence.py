@@ -224,9 +224,13 @@ def tables(rows: list[dict[str, Any]]) -> str:
         )
     alarms, actions = (sum(r[f"{x}_in_clean"] for r in up7) for x in ("alarms", "actions"))
     named = sum(r["diagnoses_in_clean"] > 0 for r in up7)
+    alone = [r["loss_protected"] - r["loss_clean"] for r in rows if r["scenario"] == "up7-spectrum"]
+    late = f"Diagnosed and treated by the spectrum alone ({len(alone)} seeds): excess {min(alone):+.3f} to {max(alone):+.3f}."
     out += [
         "",
         f"In the {len(up7)} clean runs, {len(up7) * STEPS:,} steps: {alarms} alarms, {named} with a diagnosis, {actions} actions.",
+        "",
+        late,
         "",
         "| run | seeds | diagnosed | actions taken | verdicts |",
         "|---|---|---|---|---|",
