@@ -121,9 +121,7 @@ def spectrum_alone(directory: Path) -> dict[str, Any]:
         hub.load_state_dict(codec.loads(start))
         assert hub.hello is not None
         table = hub.hello.table
-        detectors = Detectors(
-            table, specs, budget_steps=float(hub.policies.false_alarms.steps), sources=False
-        )
+        detectors = Detectors(table, specs, budget_steps=hub.policies.false_alarms.apart, sources=False)
         assembler = Assembler()
         assembler.start(hub.hello.attempt, hub.hello.ranks, table.id, 0, hub.hello.step)
         found: Any = None

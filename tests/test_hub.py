@@ -204,3 +204,11 @@ def test_a_frames_event_is_journalled_bit_for_bit():
         1.5, (SignalFrame.build(values, run="r", attempt=1, rank=0, seq=0, timeline=0, step=0, table="t"),)
     )
     assert decode(*encode(event)).frames[0] == event.frames[0]
+
+
+def test_the_stated_budget_counts_its_alarms(stream):
+    hub = Hub("r")
+    stream(
+        steps=1, policy=stream.policy.replace("group_wait", "false_alarms: 4 per 100000 steps\ngroup_wait")
+    ).events(hub)
+    assert hub.detectors.budget_steps == 25_000

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from foreshock.detectors import Detectors, Report
 from foreshock.detectors.types import Diagnosis, Mechanism
@@ -29,6 +29,8 @@ from foreshock.pipeline.events import (
     RecoveryPoint,
     Snapshot,
     Tick,
+    decode,
+    encode,
 )
 from foreshock.policies import Mode, PolicySet, loads
 from foreshock.policies.engine import Engine, Ruling
@@ -131,7 +133,7 @@ class Hub:
 
     def _new_detectors(self, table: SignalTable) -> Detectors:
         options = self.hello.options if self.hello else {}
-        budget = float(self._engine().policies.false_alarms.steps)
+        budget = self.policies.false_alarms.apart
         return Detectors(
             table, budget_steps=budget, start=options.get("start"), sources=options.get("sources", True)
         )
@@ -441,13 +443,7 @@ class Hub:
             "run": self.run,
             "policy": list(self.policy_text),
             "engine": engine.state_dict(),
-            "hello": None
-            if hello is None
-            else {
-                **{name: getattr(hello, name) for name in hello.__slots__},
-                "table": hello.table.to_json(),
-                "ranks": list(hello.ranks),
-            },
+            "hello": None if hello is None else encode(hello)[1],
             "detectors": self.detectors.state_dict() if self.detectors else None,
             "assembler": self.assembler.state_dict(),
             "ledger": self.ledger.state_dict(),
@@ -472,10 +468,7 @@ class Hub:
         self.engine = Engine(loads(*self.policy_text), self._unavailable)
         self.engine.load_state_dict(state["engine"])
         if state["hello"] is not None:
-            hello = state["hello"]
-            self.hello = Hello(
-                **{**hello, "table": SignalTable.from_json(hello["table"]), "ranks": tuple(hello["ranks"])}
-            )
+            self.hello = cast(Hello, decode("Hello", state["hello"], b""))
             self.detectors = self._new_detectors(self.hello.table)
             self.detectors.load_state_dict(state["detectors"])
         self.assembler.load_state_dict(state["assembler"])

@@ -15,7 +15,6 @@ from foreshock.detectors.types import Mechanism
 from foreshock.policies.units import Strict, custom, word_or_names
 
 _PARSE, _DUMP, _SCHEMA = word_or_names("affected", "model", "router", noun="parameter names")
-Parameters = Literal["affected", "model", "router"] | tuple[str, ...]
 """A word, or names of parameters."""
 Layers = Literal["affected", "all"]
 """`affected`: the diagnosed layers. `all`: every layer."""

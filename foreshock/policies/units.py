@@ -146,6 +146,11 @@ class FalseAlarms:
     alarms: int
     steps: int
 
+    @property
+    def apart(self) -> float:
+        """Steps between two false alarms on average, as the detectors take it."""
+        return self.steps / self.alarms
+
     def __str__(self) -> str:
         return f"{self.alarms} per {plural(self.steps, 'step')}"
 
