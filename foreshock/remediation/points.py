@@ -52,23 +52,21 @@ class PointLedger:
         """The point cannot be read: it is no longer there to be chosen."""
         self.points = [p for p in self.points if p.id != name]
 
-    def healthy(self, point: Point, step: int) -> bool:
-        """No mechanism was firing at the point until that mechanism's own detection delay after it."""
-        return self._vouched(point, step, skip=frozenset())
+    def healthy(self, point: Point, step: int, dated: frozenset[str] = frozenset()) -> bool:
+        """Nothing was dated to before the point, until each mechanism's own detection delay after it.
+
+        Mechanisms in `dated` need no delay: what they found is dated already.
+        """
+        waited = all(step >= point.step + delay for name, delay in DELAY.items() if name not in dated)
+        return point.finite and waited and not point.ill
 
     def choose(self, before: int, step: int, dated: frozenset[str]) -> Point | None:
         """The newest point at or before step `before` that may be restored at `step`.
 
-        `dated` names the mechanisms whose onset `before` already bounds; every other mechanism must have had its
-        full detection delay to speak against the point. A point that any fault was dated before is never chosen.
-        None where there is no such point.
+        `dated` names the mechanisms whose onset `before` already bounds. None where there is no such point.
         """
-        usable = [p for p in self.points if p.step <= before and self._vouched(p, step, skip=dated)]
+        usable = [p for p in self.points if p.step <= before and self.healthy(p, step, dated)]
         return usable[-1] if usable else None
-
-    def _vouched(self, point: Point, step: int, skip: frozenset[str]) -> bool:
-        old_enough = all(step >= point.step + delay for name, delay in DELAY.items() if name not in skip)
-        return point.finite and old_enough and not point.ill
 
     def rewound(self, step: int) -> None:
         """Points of the abandoned future are gone."""
