@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import Any
@@ -19,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+_HEAD = struct.Struct("<5q5I?")
 
 
 class Scope(StrEnum):
@@ -137,39 +139,55 @@ class SignalFrame:
     __hash__ = None  # type: ignore[assignment]
 
     def to_bytes(self) -> bytes:
-        """Bit-exact encoding: one JSON line, then the four arrays, little-endian."""
-        head = {
-            "run": self.run,
-            "attempt": self.attempt,
-            "rank": self.rank,
-            "seq": self.seq,
-            "timeline": self.timeline,
-            "step": self.step,
-            "table": self.table,
-            "n": [self.values.size, self.counts.size, self.sums.size],
-        }
+        """Bit-exact encoding, little-endian: numbers and names, a bit a value that was measured, those values,
+        counts and sums, and, where any is set, a bit a value for `nonfinite`. Every NaN becomes the same NaN."""
+        run, table = self.run.encode(), self.table.encode()
+        measured, flagged = ~np.isnan(self.values), np.count_nonzero(self.nonfinite) > 0
+        place = (self.attempt, self.rank, self.seq, self.timeline, self.step)
+        sizes = (self.values.size, self.counts.size, self.sums.size, len(run), len(table))
         parts = (
-            self.values.astype("<f4"),
-            self.nonfinite,
-            self.counts.astype("<i8"),
-            self.sums.astype("<f8"),
+            _HEAD.pack(*place, *sizes, flagged),
+            run,
+            table,
+            np.packbits(measured).tobytes(),
+            self.values[measured].astype("<f4").tobytes(),
+            self.counts.astype("<i8").tobytes(),
+            self.sums.astype("<f8").tobytes(),
+            np.packbits(self.nonfinite).tobytes() if flagged else b"",
         )
-        return json.dumps(head, sort_keys=True).encode() + b"\n" + b"".join(p.tobytes() for p in parts)
+        return b"".join(parts)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> SignalFrame:
         """The inverse of `to_bytes`. Raises ValueError where the lengths do not fit."""
-        line, _, body = data.partition(b"\n")
-        head = json.loads(line)
-        v, c, s = head.pop("n")
-        if len(body) != 5 * v + 8 * c + 8 * s:
+        if len(data) < _HEAD.size:
+            raise ValueError("frame is shorter than its header")
+        attempt, rank, seq, timeline, step, v, c, s, run, table, flagged = _HEAD.unpack_from(data)
+        names, mask = _HEAD.size + run, -(-v // 8)
+        at = names + table
+        measured = np.unpackbits(np.frombuffer(data, np.uint8, mask, at), count=v).view(np.bool_)
+        known, at = int(np.count_nonzero(measured)), at + mask
+        ends = at + 4 * known, at + 4 * known + 8 * c, at + 4 * known + 8 * (c + s)
+        if len(data) != ends[2] + mask * flagged:
             raise ValueError("frame body does not fit its header")
-        cuts = np.cumsum([0, 4 * v, v, 8 * c, 8 * s])
-        arrays = [
-            np.frombuffer(body[a:b], dtype=d).copy()
-            for a, b, d in zip(cuts[:-1], cuts[1:], ("<f4", "u1", "<i8", "<f8"), strict=True)
-        ]
-        return cls(values=arrays[0], nonfinite=arrays[1], counts=arrays[2], sums=arrays[3], **head)
+        values = np.full(v, np.nan, dtype=np.float32)
+        values[measured] = np.frombuffer(data, "<f4", known, at)
+        nonfinite = np.zeros(v, dtype=np.uint8)
+        if flagged:
+            nonfinite = np.unpackbits(np.frombuffer(data, np.uint8, mask, ends[2]), count=v)
+        return cls(
+            data[_HEAD.size : names].decode(),
+            attempt,
+            rank,
+            seq,
+            timeline,
+            step,
+            data[names : names + table].decode(),
+            values,
+            nonfinite,
+            np.frombuffer(data, "<i8", c, ends[0]).astype(np.int64),
+            np.frombuffer(data, "<f8", s, ends[1]).astype(np.float64),
+        )
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -198,18 +216,59 @@ def merge(frames: Iterable[SignalFrame]) -> ClosedStep:
     rows = sorted(frames, key=lambda f: f.rank)
     if not rows:
         raise ValueError("nothing to merge")
-    first = rows[0]
     ranks = tuple(f.rank for f in rows)
     if len(set(ranks)) != len(ranks):
         raise ValueError("a rank occurs twice in one step")
-    if any((f.step, f.timeline, f.table) != (first.step, first.timeline, first.table) for f in rows):
-        raise ValueError("frames of different steps, timelines or tables")
+    if len({(f.attempt, f.timeline, f.step, f.table) for f in rows}) > 1:
+        raise ValueError("frames of different attempts, timelines, steps or tables")
+
+    def stacked(part: str) -> NDArray[Any]:  # np.stack is slow for thousands of short arrays
+        return np.concatenate([getattr(f, part) for f in rows]).reshape(len(rows), -1)
+
     return ClosedStep(
-        step=first.step,
-        timeline=first.timeline,
+        step=rows[0].step,
+        timeline=rows[0].timeline,
         ranks=ranks,
-        values=np.stack([f.values for f in rows]),
-        nonfinite=np.stack([f.nonfinite for f in rows]),
-        counts=np.sum([f.counts for f in rows], axis=0, dtype=np.int64),
-        sums=np.array([math.fsum(f.sums[i] for f in rows) for i in range(first.sums.size)], dtype=np.float64),
+        values=stacked("values"),
+        nonfinite=stacked("nonfinite"),
+        counts=stacked("counts").sum(axis=0),
+        sums=np.array([_fsum(column) for column in stacked("sums").T], dtype=np.float64),
     )
+
+
+def combine(frames: Sequence[SignalFrame]) -> SignalFrame:
+    """Frames of one step of a node's ranks as one frame, in the name of the lowest rank among them.
+
+    Counts are added exactly. Sums are correctly rounded here and again where frames of nodes are merged, so a
+    tree of relays may differ from one flat sum in the last bit. A value is the mean over those who measured it
+    (one that a single rank measured stays bit-equal), and nonfinite where it was on any rank: one bad rank is
+    from here on known by its node's lowest rank. Raises ValueError as `merge` does.
+    """
+    if len(frames) == 1:
+        return frames[0]
+    closed = merge(frames)
+    nonfinite = closed.nonfinite.max(axis=0)
+    values = measured_mean(closed.values).astype(np.float32)
+    return replace(
+        min(frames, key=lambda f: f.rank),
+        values=np.where(nonfinite, np.float32(np.nan), values),
+        nonfinite=nonfinite,
+        counts=closed.counts,
+        sums=closed.sums,
+    )
+
+
+def measured_mean(values: NDArray[np.float32]) -> Floats:
+    """(V,) float64 mean of every column of (R, V) over the rows that measured it; NaN where none did."""
+    known = np.isfinite(values)
+    count = np.count_nonzero(known, axis=0)
+    # -0.0 is the neutral start: with 0.0 a lone -0.0 would lose its sign
+    total = np.add.reduce(values, axis=0, dtype=np.float64, initial=-0.0, where=known)
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+
+def _fsum(column: Iterable[float]) -> float:
+    try:
+        return math.fsum(column)
+    except (ValueError, OverflowError):  # infinities of both signs, or beyond float64
+        return math.nan

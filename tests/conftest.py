@@ -106,12 +106,10 @@ class Stream:
             effects = feed(Frames(clock, tuple(frames)))
             step, seq = step + 1, seq + 1
             if self.points_every and step % self.points_every == 0:
-                effects = [
-                    *effects,
-                    *feed(
-                        RecoveryPoint(clock, f"t{timeline}-s{step}", timeline, step, step, True, 1000, 0.01)
-                    ),
-                ]
+                name = f"t{timeline}-s{step}"
+                for rank in self.ranks:
+                    part = RecoveryPoint(clock, rank, name, timeline, step, step, True, 1000, 0.01)
+                    effects = [*effects, *feed(part)]
             for command in [e.command for e in effects if isinstance(e, Issue)]:
                 if not self.incurable:
                     healed |= set(dict(command.actions).get("precision_upcast", {}).get("layers", []))

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from conftest import Stream
 
-from foreshock.pipeline.local import LocalShell
+from foreshock.pipeline.shell import Shell
 from foreshock.pipeline.replay import replay
 from foreshock.pipeline.store import RunStore
 
@@ -25,8 +25,8 @@ POINTS = (
     (RunStore, "save_snapshot"),
     (RunStore, "set_meta"),
     (RunStore, "_write_anchor"),
-    (LocalShell, "_carry_out"),
-    (LocalShell, "_commit"),
+    (Shell, "_carry_out"),
+    (Shell, "_commit"),
 )
 
 
@@ -55,7 +55,7 @@ def arm(countdown: int, after: bool) -> None:
 class Driver:
     """Lets a `Stream` drive a shell as if it were a hub."""
 
-    def __init__(self, shell: LocalShell) -> None:
+    def __init__(self, shell: Shell) -> None:
         self.shell, self.issued = shell, []
         shell._issue = self.issued.append
 
@@ -74,7 +74,7 @@ class Driver:
 def play(directory: Path) -> None:
     from foreshock.pipeline import events
 
-    shell = LocalShell(directory, "r", lambda command: None)
+    shell = Shell(directory, "r", lambda command: None)
     attempt = shell.attempt
     stream = Stream(onset=120, steps=260, incurable=True)
     original = events.SignalFrame.build.__func__

@@ -44,7 +44,7 @@ def waiting(small, tmp_path, policy_file):
         allow="enforce",
         sync=True,
     ) as watch:
-        watch._shell._polled = 0.0
+        watch._link.shell._polled = 0.0
         batches = watch.batches(training.loader)
 
         def steps(n):
@@ -61,7 +61,7 @@ def waiting(small, tmp_path, policy_file):
 
 def test_a_person_approves_and_the_run_acts(waiting, monkeypatch):
     run, steps, _ = waiting
-    monkeypatch.setattr("foreshock.pipeline.local.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("foreshock.pipeline.shell.POLL_SECONDS", 0.0)
     code, out = cli("incident", "list", run, "--json")
     assert code == 0
     assert [(i["id"], i["state"]) for i in json.loads(out)] == [("i1", "awaiting")]
@@ -78,7 +78,7 @@ def test_a_person_approves_and_the_run_acts(waiting, monkeypatch):
 
 def test_a_person_rejects_and_nothing_is_done(waiting, monkeypatch):
     run, steps, _ = waiting
-    monkeypatch.setattr("foreshock.pipeline.local.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("foreshock.pipeline.shell.POLL_SECONDS", 0.0)
     assert cli("incident", "reject", run, "i1", "--by", "ada")[0] == 0
     assert [v.applied for v in steps(5)] == [()] * 5
     code, out = cli("incident", "list", run, "--json")

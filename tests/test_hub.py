@@ -94,7 +94,7 @@ def test_a_point_of_an_abandoned_timeline_is_not_known(stream):
     stream(onset=200, incurable=True, steps=420).events(hub)
     assert hub.assembler.timeline > 0
     known = [p.step for p in hub.ledger.points]
-    hub.handle(RecoveryPoint(1.0, "late", 0, hub.step, hub.step, True, 1, 0.0))
+    hub.handle(RecoveryPoint(1.0, 0, "late", 0, hub.step, hub.step, True, 1, 0.0))
     assert [p.step for p in hub.ledger.points] == known
 
 

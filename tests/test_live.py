@@ -106,8 +106,8 @@ def test_nothing_non_finite_is_ever_saved(store):
 def test_pruning_keeps_what_the_hub_has_not_heard_of(store):
     for name in ("p1", "p2", "p3"):
         store.save(name, 0, 10, 10, {"w": torch.ones(1)}, wait=True)
-    store.prune({"p2"}, told="p1")
-    store.prune({"p2"}, told="p2")
+    store.prune({"p2"}, told={"p1"})
+    store.prune({"p2"}, told={"p2"})
     assert sorted(p.name for p in store.directory.iterdir()) == ["p2", "p3"]
 
 

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -479,3 +481,57 @@ def test_a_rewound_probe_repeats_its_values():
     np.testing.assert_array_equal(one, steps(2, 5))
     probe.reset()
     assert not np.array_equal(one, steps(2, 5))
+
+
+class _Plain:
+    """An interceptor as far as the deal is concerned."""
+
+    def exposes(self, layer):
+        return ()
+
+    def expose(self, layers):
+        self.layers = list(layers)
+
+
+@given(world=st.integers(1, 40), copies=st.integers(1, 6), layers=st.integers(1, 12))
+def test_every_layer_is_measured_by_consecutive_ranks_and_at_most_by_copies(world, copies, layers):
+    sites = [SimpleNamespace(layer=i, heads=1) for i in range(layers)]
+    dealt = []
+    for rank in range(world):
+        plain = _Plain()
+        SourceProbe(plain, sites, rank=rank, world=world, copies=copies)
+        dealt.append(plain.layers)
+    for layer in range(layers):
+        measuring = [rank for rank, mine in enumerate(dealt) if layer in mine]
+        assert 1 <= len(measuring) <= copies
+        assert len(measuring) == world or world > copies
+        assert measuring == list(range(measuring[0], measuring[-1] + 1))
+
+
+def test_a_dealt_layer_costs_and_says_nothing_and_the_ranks_together_say_what_one_would():
+    def values(rank, world):
+        model = Model(Called, layers=3)
+        probe = probe_of(model, rank=rank, world=world, copies=1)
+        probe.arm(0)
+        model(batch()).square().mean().backward()
+        assert set(probe.state_dict()) >= {f"{i}.lse" for i in range(rank, 3, world)}
+        assert len([n for n in probe.state_dict() if n.endswith(".lse")]) == len(range(rank, 3, world))
+        pending = probe.collect(0)
+        assert sorted(pending.slices) == list(range(rank, 3, world))
+        return probe.keys(), pending.resolve()
+
+    keys, whole = values(0, 1)
+    assert np.isfinite(whole).all()
+    parts = [values(rank, 2) for rank in range(2)]
+    assert all(theirs == keys for theirs, _ in parts)
+    for rank, (_, part) in enumerate(parts):
+        mine = np.array([key.layer % 2 == rank for key in keys])
+        np.testing.assert_array_equal(part, np.where(mine, whole, np.nan))
+
+
+def test_a_state_of_other_layers_leaves_no_stale_exposures():
+    model = Model(Called)
+    state = probe_of(model).state_dict() | {"0.lse": torch.ones(HEADS), "0.calls": torch.tensor(1)}
+    probe = probe_of(model, rank=1, world=2, copies=1)
+    probe.load_state_dict(state)
+    assert "0.lse" not in probe.state_dict()

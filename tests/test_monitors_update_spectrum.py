@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from foreshock.monitors.sites import discover
 from foreshock.monitors.spectrum import entropy, first_order_singular_values, update_entropy
 from foreshock.monitors.update_spectrum import UpdateSpectrum
-from foreshock.signals import Scope
+from foreshock.signals import Scope, SignalFrame, combine, measured_mean, merge
 
 torch.set_num_threads(1)
 D, HEADS, HEAD_DIM = 24, 4, 6
@@ -282,6 +282,14 @@ def test_layers_are_dealt_over_ranks_with_the_same_keys_everywhere() -> None:
     first, second = (p.resolve() for p in parts[:2])
     assert np.isnan(named(alone, first, "h1", 1)).all()
     np.testing.assert_array_equal(np.where(np.isnan(first), second, first), whole)
+
+    def frame(rank: int, values: np.ndarray) -> SignalFrame:
+        return SignalFrame.build(values, run="r", attempt=1, rank=rank, seq=0, timeline=0, step=40, table="t")
+
+    relayed = combine([frame(1, second), frame(0, first)])
+    assert relayed == frame(0, whole)
+    merged = measured_mean(merge([frame(0, first), frame(1, second)]).values)
+    assert merged.astype(np.float32).tobytes() == relayed.values.tobytes()
 
 
 def test_bf16_weights_are_refused_with_the_reason_and_measured_through_masters() -> None:

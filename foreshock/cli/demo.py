@@ -11,6 +11,8 @@ from typing import Annotated, Any
 import typer
 
 app = typer.Typer(no_args_is_help=True)
+LEFT_BEHIND = ("prefix", "clean", "unprotected", "protected", "ray", "report.html", "report.png")
+"""What a demo leaves in its directory."""
 
 
 @app.callback()
@@ -27,6 +29,8 @@ def attention(
     out: Annotated[Path, typer.Option(help="Where runs, report.html and report.png go.")] = Path(
         "foreshock_demo"
     ),
+    workers: Annotated[int, typer.Option(help="Ranks of the Ray Train job: 2 or 4.")] = 2,
+    local: Annotated[bool, typer.Option("--local", help="One process, without Ray.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="The last line of standard output is one JSON object.")
     ] = False,
@@ -37,8 +41,10 @@ def attention(
 
     from foreshock.lab.experiment import experiment, healed
 
+    if workers not in (2, 4):
+        raise typer.BadParameter(f"--workers {workers} is neither 2 nor 4")
     err = Console(file=sys.stderr)
-    target = out / f"attention-seed{seed}"
+    target = out / (f"attention-seed{seed}" if local else f"attention-seed{seed}-w{workers}")
     _clear(target)
     bars: dict[str, Any] = {}
     columns = (
@@ -55,7 +61,10 @@ def attention(
             if step % 10 == 9:
                 shown.update(bars[run], completed=step + 1, loss=loss)
 
-        facts, runs = experiment("up7", seed, steps, target, progress)
+        if local:
+            facts, runs = experiment("up7", seed, steps, target, progress)
+        else:
+            facts, runs = _on_ray(seed, steps, target, workers, progress)
     report, picture = _report(target, facts, runs)
     ok = healed(facts)
     _table(err, facts, ok)
@@ -69,13 +78,26 @@ def attention(
         raise typer.Exit(1)
 
 
+def _on_ray(seed: int, steps: int, target: Path, workers: int, progress: Any) -> tuple[Any, Any]:
+    try:
+        from foreshock.lab.parallel import RayFailed, experiment
+    except ImportError as error:
+        raise _without_ray(f"Ray Train cannot be used: {error}") from error
+    try:
+        return experiment("up7", seed, steps, target, workers, progress)
+    except RayFailed as error:
+        raise _without_ray(str(error)) from error
+
+
+def _without_ray(reason: str) -> typer.Exit:
+    typer.echo(f"{reason}\nforeshock demo attention --local runs without Ray.", err=True)
+    return typer.Exit(1)
+
+
 def _clear(target: Path) -> None:
     """Only what an earlier demo left is removed; anything else in the way is an error."""
     if target.exists():
-        if any(
-            child.name not in ("prefix", "clean", "unprotected", "protected", "report.html", "report.png")
-            for child in target.iterdir()
-        ):
+        if any(child.name not in LEFT_BEHIND for child in target.iterdir()):
             raise typer.BadParameter(f"{target} holds files that are not a demo's; choose another --out")
         shutil.rmtree(target)
     target.mkdir(parents=True)
@@ -96,7 +118,8 @@ def _report(target: Path, facts: dict[str, Any], runs: dict[str, Any]) -> tuple[
         losses = np.full(max(runs[name].losses) + 1, np.nan)
         for step, loss in runs[name].losses.items():
             losses[step] = loss
-        views.append(from_run(runs[name].directory, name, label, losses, before=runs["prefix"].directory))
+        before = runs["prefix"].directory if "prefix" in runs else None
+        views.append(from_run(runs[name].directory, name, label, losses, before=before))
     return write_report(target, "Foreshock: a fault in the attention", views, facts["onset"], facts)
 
 

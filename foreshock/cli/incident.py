@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from foreshock.cli.runs import Json, Run, read_status
-from foreshock.cli.runs_dir import find_run
+from foreshock.cli.reach import push, reach, read_status
+from foreshock.cli.runs import Json, Run
 
 app = typer.Typer(no_args_is_help=True)
 Id = Annotated[str, typer.Argument(help="The incident, as `incident list` names it.", metavar="ID")]
@@ -19,7 +19,7 @@ Who = Annotated[str | None, typer.Option("--by", help="Who answers; your login n
 @app.command(name="list")
 def list_incidents(run: Run, as_json: Json = False) -> None:
     """The incidents of a run, oldest first."""
-    incidents = read_status(find_run(run)).get("incidents", [])
+    incidents = read_status(reach(run)).get("incidents", [])
     if as_json:
         typer.echo(json.dumps(incidents))
         return
@@ -85,22 +85,20 @@ def reject(run: Run, incident: Id, by: Who = None) -> None:
 
 
 def _answer(run: str, incident: str, verb: str, by: str | None) -> None:
-    from foreshock.pipeline.store import RunStore
-
-    item, state = _find(run, incident), read_status(find_run(run))["state"]
+    place = reach(run)
+    item, state = _find(run, incident), read_status(place)["state"]
     if state != "running":
         typer.echo(f"the run has {state}: nobody is there to take up an answer", err=True)
         raise typer.Exit(1)
     if item["state"] != "awaiting":
         typer.echo(f"{incident} is {item['state']}: nothing waits for an answer", err=True)
         raise typer.Exit(1)
-    with RunStore(find_run(run)) as store:
-        store.push(verb, {"argument": item["decision"]["id"], "who": by or getpass.getuser()})
+    push(place, verb, {"argument": item["decision"]["id"], "who": by or getpass.getuser()})
     typer.echo(f"{verb} sent; the run takes it up within a second or at its next step")
 
 
 def _find(run: str, incident: str) -> dict[str, Any]:
-    incidents = read_status(find_run(run)).get("incidents", [])
+    incidents = read_status(reach(run)).get("incidents", [])
     for item in incidents:
         if item["id"] == incident:
             found: dict[str, Any] = item

@@ -3,37 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from foreshock.cli.reach import reach, read_status
 from foreshock.cli.runs_dir import RUNS, find_run
 
 Run = Annotated[str, typer.Argument(help="A run directory, or a name under ./foreshock_runs.", metavar="RUN")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, one value on one line.")]
 
 
-def read_status(directory: Path) -> dict[str, Any]:
-    """What the run last said of itself; `state` is "died" where its process is gone without a word."""
-    from foreshock.pipeline.store import RunStore, StoreError
-
-    try:
-        with RunStore.open_readonly(directory) as store:
-            text = store.get_meta("status")
-        status: dict[str, Any] = json.loads(text) if text else {"state": "empty", "run": directory.name}
-    except (StoreError, ValueError) as error:
-        typer.echo(f"{directory}: {error}", err=True)
-        raise typer.Exit(1) from None
-    if status["state"] == "running" and not _alive(int(status["pid"])):
-        status["state"] = "died"
-    return status
-
-
 def status(run: Run, as_json: Json = False) -> None:
     """How a run is doing: what is watched, what is not and why, which mode acts, what was done."""
-    facts = read_status(find_run(run))
+    facts = read_status(reach(run))
     if as_json:
         typer.echo(json.dumps(facts))
         return
@@ -142,13 +126,3 @@ def replay(run: Run, as_json: Json = False) -> None:
         typer.echo(f"DIFFERS after {result.events} events: {result.difference}", err=True)
     if result.difference is not None:
         raise typer.Exit(1)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -23,6 +23,8 @@ from foreshock.detectors.types import Alarm, Diagnosis, Mechanism
 from foreshock.signals import ClosedStep, SignalTable
 
 SETTLE, WARMED = 64, 8
+COHORT = 8
+"""Up to this many ranks each has streams of its own; beyond it the ranks are one cohort."""
 HELD = ((50, 0.014), (100, 0.0033))
 """Prefix samples -> P(false alarm in 1,000 samples) a stream, the upper end of what was measured."""
 _RINGS = ("history", "references")
@@ -53,6 +55,12 @@ class Detectors:
     step from which baselines are learned; by default twice the warm-up, whose end is the last step of the
     first rise of symptom.lr, and never before 64 steps. `sources=False` turns the source probe's rules off.
 
+    `world` is how many ranks send rows. Beyond `COHORT` a key of scope per_rank has one stream, the mean over who
+    measured it, so streams grow with layers and heads, not with ranks; then only the non-finite gate names ranks.
+    For a score with a known null this is conservative: the mean of m standard scores, however they depend on
+    each other, has a variance between 0 and 1, so the e-values stay e-values. The price is power: a bias that
+    the ranks share keeps its size, one of random sign shrinks to 1/sqrt(m), one rank's alone to 1/m.
+
     >>> from foreshock.signals import SignalFrame, SignalKey, merge
     >>> t, bias = (SignalKey("attention", n, 0, 0, scope="per_rank") for n in ("source_t", "source_bias"))
     >>> table = SignalTable((t, bias))
@@ -76,6 +84,7 @@ class Detectors:
         budget_steps: float = 1e5,
         start: int | None = None,
         sources: bool = True,
+        world: int = 1,
     ) -> None:
         self._names = [f"{k.mechanism}.{k.name}" for k in table.values]
         present = set(self._names)
@@ -84,7 +93,7 @@ class Detectors:
         self._null = next((s for s in specs if s.kind == "null" and s.signal in present and sources), None)
         self.signals = len(self.specs) + (self._null is not None)
         self._rates = [i for i, name in enumerate(self._names) if name == "symptom.lr"]
-        self.start = start
+        self.start, self.world = start, world
         self.latches = Latches()
         self._gate = NonFiniteGate(table)
         self._ranks: list[int] = []
@@ -141,7 +150,7 @@ class Detectors:
         step = closed.step
         if not self._ranks:
             self.first = self._rate_step = step
-        self._grow(closed.ranks)
+        self._grow(closed.ranks if self.world <= COHORT else [-1])
         self._gate.update(closed, self.latches)
         self._x, score, bias, *ruled = self._read(Sheet(closed))
         self.bank.update(step, self._admitted(step, closed), self.latches)
@@ -172,7 +181,8 @@ class Detectors:
     def _admitted(self, step: int, closed: ClosedStep) -> Any:
         """The raw values that may be learned from: not before the start, not in an announced hold."""
         if self.start is None:
-            rate = max((float(x) for x in closed.values[:, self._rates].flat if x == x), default=self._rate)
+            rate = float(np.fmax.reduce(closed.values[:, self._rates], axis=None, initial=np.nan))
+            rate = self._rate if math.isnan(rate) else rate
             if rate > self._rate:
                 self._rate_step = step
             elif step - self._rate_step >= WARMED:
@@ -294,6 +304,7 @@ class Detectors:
         """Complete: after `load_state_dict` all later reports are identical, bit for bit."""
         return {
             "ranks": list(self._ranks),
+            "world": self.world,
             "start": self.start,
             "first": self.first,
             "rate": None if math.isnan(self._rate) else self._rate,
@@ -310,7 +321,8 @@ class Detectors:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse, on an object made with the same table and settings."""
-        self.start, self.first, self._rate_step = state["start"], state["first"], state["rate_step"]
+        self.world, self.start = state["world"], state["start"]
+        self.first, self._rate_step = state["first"], state["rate_step"]
         self._rate = math.nan if state["rate"] is None else state["rate"]
         self._silent, self._confounded = state["silent"], state["confounded"]
         self._since = {m: list(v) for m, v in state["since"].items()}

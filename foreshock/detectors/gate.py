@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from foreshock.detectors.latch import Latches
 from foreshock.detectors.types import Alarm, Interval, Severity
 from foreshock.signals import ClosedStep, SignalTable
@@ -31,18 +33,18 @@ class NonFiniteGate:
 
     def update(self, closed: ClosedStep, latches: Latches) -> None:
         """Look at the flags (R, V) of one step."""
+        flagged = float(np.count_nonzero(closed.nonfinite))
 
         def make(severity: Severity) -> Alarm:
-            places = [
-                (closed.ranks[i], self._keys[j]) for i, j in zip(*closed.nonfinite.nonzero(), strict=True)
-            ]
-            keys = [k for _, k in places]
+            flags = closed.nonfinite
+            keys = [self._keys[j] for j in np.flatnonzero(flags.any(axis=0))]
+            first = self._keys[int(flags.argmax()) % len(self._keys)]
             return Alarm(
-                signal=f"{keys[0].mechanism}.{keys[0].name}",
+                signal=f"{first.mechanism}.{first.name}",
                 mechanism="numerics",
                 step=closed.step,
                 direction="nonfinite",
-                statistic=float(len(places)),
+                statistic=flagged,
                 threshold=1.0,
                 severity=severity,
                 onset=Interval(max(closed.step - 1, 0), closed.step),
@@ -50,8 +52,8 @@ class NonFiniteGate:
                 heads=tuple(
                     sorted({(k.layer, k.head) for k in keys if k.layer is not None and k.head is not None})
                 ),
-                ranks=tuple(sorted({r for r, _ in places})),
+                ranks=tuple(closed.ranks[i] for i in np.flatnonzero(flags.any(axis=1))),
                 confirms=True,
             )
 
-        latches.judge(self.rule, float(closed.nonfinite.sum()), 1.0, make, critical=1.0)
+        latches.judge(self.rule, flagged, 1.0, make, critical=1.0)

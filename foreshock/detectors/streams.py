@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from foreshock.signals import ClosedStep, Floats, Scope, SignalKey, SignalTable
+from foreshock.signals import ClosedStep, Floats, Scope, SignalKey, SignalTable, measured_mean
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """One sequence of numbers: a column, of one rank (`rank` >= 0) or of whichever rank measures it (-1)."""
+    """One sequence of numbers: a column, of one rank (`rank` >= 0) or the mean over whoever measures it (-1)."""
 
     key: SignalKey
     column: int
@@ -44,23 +44,18 @@ def plan(
 
 
 class Sheet:
-    """One closed step, for any list of streams. Replicated keys are the mean over who measured them."""
+    """One closed step, for any list of streams."""
 
     def __init__(self, closed: ClosedStep) -> None:
-        values = closed.values.astype(np.float64)
-        known = np.isfinite(values)
-        count = known.sum(0)
-        mean = np.where(known, values, 0.0).sum(0) / np.maximum(count, 1)
-        absent = np.full(values.shape[1], np.nan)
-        self._values = np.vstack([values, absent, np.where(count > 0, mean, np.nan)])
+        self._values, self._mean = closed.values, measured_mean(closed.values)
         self._row = {rank: i for i, rank in enumerate(closed.ranks)}
-        self._row[-1] = len(closed.ranks) + 1
 
     def read(self, columns: NDArray[np.intp], ranks: NDArray[np.intp], known: Sequence[int]) -> Floats:
         """(n,) values; `ranks` (n,) are indices into `known`, the ranks. NaN = not measured."""
-        absent = len(self._row) - 1
-        rows = np.array([self._row.get(rank, absent) for rank in known])
-        return np.asarray(self._values[rows[ranks], columns])
+        rows = np.array([self._row.get(rank, -1) for rank in known], dtype=np.intp)[ranks]
+        shared = np.array([rank < 0 for rank in known], dtype=bool)[ranks]
+        own = np.where(rows >= 0, self._values[rows, columns], np.nan)
+        return np.where(shared, self._mean[columns], own)
 
 
 class Reader:

@@ -18,7 +18,8 @@ class ByteBatches:
     """An iterator over `steps` batches (x, y), both int64 (batch, context), y one byte ahead of x.
 
     Batch i depends on nothing but `seed`, i and the texts (uint8, one-dimensional). Indices in `corrupt` get
-    uniformly random bytes; `shift` = (index, text): from that index on, another text. It is its own iterator
+    uniformly random bytes; `shift` = (index, text): from that index on, another text. `part` = (rank, world):
+    only that rank's share of every batch, the ranks' shares in order being the batch. It is its own iterator
     and does not start anew: `index` is that of the next batch, and loading a state moves a running loop.
     """
 
@@ -30,6 +31,7 @@ class ByteBatches:
     corrupt: range = range(0)
     shift: tuple[int, Tensor] | None = None
     index: int = 0
+    part: tuple[int, int] = (0, 1)
 
     def at(self, index: int) -> tuple[Tensor, Tensor]:
         """Batch `index`, without moving."""
@@ -39,6 +41,9 @@ class ByteBatches:
         windows = text[starts + torch.arange(self.context + 1)].long()
         if index in self.corrupt:
             windows = torch.randint(256, windows.shape, generator=generator)
+        rank, world = self.part
+        share = self.batch // world
+        windows = windows[rank * share : (rank + 1) * share]
         return windows[:, :-1], windows[:, 1:]
 
     def __len__(self) -> int:

@@ -7,7 +7,7 @@ record says when each signal would have spoken first.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from foreshock.lab.scenarios import SCENARIOS, Scenario, Training
+from foreshock.pipeline.rank import Fork, Watch
 from foreshock.pipeline.store import RunStore
-from foreshock.pipeline.watch import Fork, Watch, watch
+from foreshock.pipeline.watch import NullWatch, watch
 from foreshock.remediation.audit import AuditRecord
 
 Progress = Callable[[str, int, int, float], None]
@@ -38,6 +39,12 @@ class Played:
     records: list[AuditRecord]
     verified: bool
     fork: Fork | None = None
+
+    @classmethod
+    def read(cls, name: str, directory: Path, losses: dict[int, float], fork: Fork | None = None) -> Played:
+        """With the record that the run left in `directory`."""
+        with RunStore.open_readonly(directory) as store:
+            return cls(name, directory, losses, list(store.audit()), store.verify().ok, fork)
 
     @property
     def final(self) -> float:
@@ -75,29 +82,40 @@ def play(
     **options: Any,
 ) -> Played:
     """Drive `training` to step `until` (default: its end) under a watch in `directory`/`name`."""
-    step, end = (fork.step if fork else 0), until or training.steps
-    losses: dict[int, float] = {}
     target = directory / name
     with watch(
         training.model, training.optimizer, {"schedule": training.schedule}, policy=policy, allow=allow, run=name,
         run_dir=target, sync=sync, fork=fork, **options,
     ) as live:  # fmt: skip
         assert isinstance(live, Watch)
-        scenario = training.scenario
-        for batch in live.batches(training.batches):
-            if scenario.announced and step == scenario.onset:
-                live.expect("learning-rate burst", steps=scenario.length)
-            loss, norm = training.train_step(batch, step)
-            losses[step] = float(loss)
-            verdict = live.step(loss, norm)
-            if progress is not None:
-                progress(name, step, end, losses[step])
-            step = verdict.step
-            if verdict.stop or step >= end:
-                break
+        losses = drive(training, live, name, fork.step if fork else 0, until or training.steps, progress)
         made = live.fork() if sync else None
-    with RunStore.open_readonly(target) as store:
-        return Played(name, target, losses, list(store.audit()), store.verify().ok, made)
+    return Played.read(name, target, losses, made)
+
+
+def drive(
+    training: Training,
+    live: Watch | NullWatch,
+    name: str,
+    step: int,
+    end: int,
+    progress: Progress | None = None,
+) -> dict[int, float]:
+    """The training loop from `step` to `end` under the watch `live`; the losses of `Played`."""
+    losses: dict[int, float] = {}
+    scenario = training.scenario
+    for batch in live.batches(training.batches):
+        if scenario.announced and step == scenario.onset:
+            live.expect("learning-rate burst", steps=scenario.length)
+        loss, norm = training.train_step(batch, step)
+        losses[step] = float(loss)
+        verdict = live.step(loss, norm)
+        if progress is not None:
+            progress(name, step, end, losses[step])
+        step = verdict.step
+        if verdict.stop or step >= end:
+            break
+    return losses
 
 
 def prefix(
@@ -108,9 +126,18 @@ def prefix(
     return training, play(training, directory, "prefix", until=scenario.onset, progress=progress)
 
 
+def three(scenario: Scenario) -> Iterator[tuple[str, Scenario, str]]:
+    """(name, what it plays, acting mode) of an experiment's runs."""
+    yield "clean", replace(SCENARIOS["clean"], onset=scenario.onset), "enforce"
+    yield "unprotected", scenario, "observe"
+    yield "protected", scenario, "enforce"
+
+
 def outcome(scenario: Scenario, seed: int, runs: Mapping[str, Played]) -> dict[str, Any]:
-    """The facts of one experiment as plain JSON. `runs`: prefix, clean, unprotected, protected."""
+    """The facts of one experiment as plain JSON. `runs`: clean, unprotected, protected, and prefix if they had one."""
     clean, bare, guarded = runs["clean"], runs["unprotected"], runs["protected"]
+    healthy = [runs[name] for name in ("prefix", "clean") if name in runs]
+    calm = [record.kind for run in healthy for record in run.records]
     onset = scenario.onset
     diagnosis = guarded.first("diagnosis", mechanism="attention") or {}
     applied = guarded.first("command.applied") or {}
@@ -139,16 +166,10 @@ def outcome(scenario: Scenario, seed: int, runs: Mapping[str, Played]) -> dict[s
         "first_alarm_by_lse": bare.first_alarm("attention.lse", after=onset),
         "first_alarm_by_qk_norm": bare.first_alarm("attention.qk_norm", after=onset),
         "first_alarm_by_max_logit": bare.first_alarm("attention.max_logit", after=onset),
-        "alarms_in_clean": sum(
-            r.kind == "alarm.opened" for run in ("prefix", "clean") for r in runs[run].records
-        ),
-        "diagnoses_in_clean": sum(
-            r.kind == "diagnosis" for run in ("prefix", "clean") for r in runs[run].records
-        ),
-        "actions_in_clean": sum(
-            r.kind == "command.issued" for run in ("prefix", "clean") for r in runs[run].records
-        ),
-        "budget_stated": budget(runs["prefix"].directory),
+        "alarms_in_clean": calm.count("alarm.opened"),
+        "diagnoses_in_clean": calm.count("diagnosis"),
+        "actions_in_clean": calm.count("command.issued"),
+        "budget_stated": budget(healthy[0].directory),
         "audit_verified": all(run.verified for run in runs.values()),
     }
 
@@ -178,12 +199,7 @@ def experiment(
     scenario = replace(SCENARIOS[name], onset=onset)
     training, healthy = prefix(scenario, seed, steps, directory, progress)
     runs = {"prefix": healthy}
-    calm = replace(SCENARIOS["clean"], onset=onset)
-    for run, what, allow in (
-        ("clean", calm, "enforce"),
-        ("unprotected", scenario, "observe"),
-        ("protected", scenario, "enforce"),
-    ):
+    for run, what, allow in three(scenario):
         runs[run] = play(
             training.fork(what), directory, run, allow=allow, fork=healthy.fork, progress=progress
         )

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from foreshock.lab.corpus import corpus
 from foreshock.lab.data import ByteBatches
@@ -117,12 +118,20 @@ class Training:
     Bitwise repeatable on one machine: it seeds torch's global generator and sets this process to one thread.
     `copy.deepcopy` forks it. `kernels` because an interception puts another callable in `attend`, and the
     fault has to stay in the kernel under it.
+
+    `rank` of `world`: the same training, data-parallel over torch's default process group. Each rank takes its
+    share of every batch of 8 and `model` is under DistributedDataParallel. Shares are powers of two, which
+    scale bf16 and float32 exactly, so the averaged gradient is that of one process up to the order of sums.
+    Raises ValueError unless `world` is 1, 2 or 4 and holds `rank`.
     """
 
-    def __init__(self, scenario: Scenario, seed: int, steps: int) -> None:
+    def __init__(self, scenario: Scenario, seed: int, steps: int, rank: int = 0, world: int = 1) -> None:
+        if world not in (1, 2, 4) or not 0 <= rank < world:
+            raise ValueError(f"rank {rank} of {world}: a batch of 8 is shared by 1, 2 or 4 ranks")
         torch.set_num_threads(1)
         torch.manual_seed(seed)
-        self.scenario, self.seed, self.steps, self.model = scenario, seed, steps, GPT()
+        self.scenario, self.seed, self.steps, self.rank, self.world = scenario, seed, steps, rank, world
+        self.model: nn.Module = GPT()
         self.kernels = [
             module.attend
             for module in self.model.modules()
@@ -132,12 +141,14 @@ class Training:
             self.model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.0, foreach=True
         )
         self.schedule = Schedule(self.optimizer, scenario, steps)
-        self.batches = ByteBatches(corpus("code"), seed, steps)
+        self.batches = ByteBatches(corpus("code"), seed, steps, part=(rank, world))
+        if world > 1:
+            self.model = DistributedDataParallel(self.model)
         self.play(scenario)
 
     @_flushed_denormals()
     def fork(self, scenario: Scenario) -> Training:
-        """A twin in the same state whose coming steps play `scenario`. The model must not be watched now."""
+        """A twin in the same state whose coming steps play `scenario`. World 1; not while the model is watched."""
         twin = copy.deepcopy(self)
         twin.play(scenario)
         return twin
@@ -148,11 +159,16 @@ class Training:
         self.batches.shift = (scenario.onset, corpus("prose")) if scenario.shift else None
 
     def train_step(self, batch: tuple[Tensor, Tensor], step: int) -> tuple[Tensor, Tensor]:
-        """Forward, backward, clip to 1, update at `step`: loss (nats) and gradient norm, 0-d, detached."""
+        """Forward, backward, clip to 1, update at `step`: loss (nats) and gradient norm, 0-d, detached.
+
+        The loss is that of this rank's share, the gradient and its norm are those of the whole batch.
+        """
         for layer, kernel in enumerate(self.kernels):
             hit = step >= self.scenario.onset and layer in (self.scenario.layers or (layer,))
             kernel.fault = self.scenario.fault if hit else None
-            kernel.dither = (self.seed * 100_003 + step) * len(self.kernels) + layer
+            # dice of its own for every rank: shared ones would round the shares alike, and not average out
+            noise = (self.seed * 100_003 + step) * self.world + self.rank
+            kernel.dither = noise * len(self.kernels) + layer
         self.schedule.step(step)
         self.optimizer.zero_grad()
         loss: Tensor = self.model(*batch)

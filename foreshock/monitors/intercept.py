@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -154,6 +154,7 @@ class _Tap:
         self.kernel = getattr(site.module, self.name)
         self.exposes = tuple(x for x in _EXPOSURES if site.call is not None and hasattr(self.kernel, x))
         self.sequences, self.row_limit = 0, 0
+        self.exposing = True
         self.how: How | None = None
         self.captured: AttentionSlice | None = None
         self.exposed: dict[str, Tensor] = {}
@@ -200,7 +201,7 @@ class _Tap:
             out = self.kernel.stabilised(q, k, v)
         else:
             out = exact_attention(q, k, v, call)
-        if watched and self.exposes:
+        if watched and self.exposing and self.exposes:
             with self.contained():
                 self.accumulate(q, k)
         if sampled:
@@ -296,9 +297,13 @@ class Interceptor:
             raise ValueError("two attention sites have the same layer index")
         self._taps = {site.layer: _Tap(site) for site in sites}
 
-    def arm(self, sequences: int = 2, rows: int = 128) -> None:
-        """Capture slices of the coming calls: the batch's first `sequences`, at most `rows` query rows."""
-        for tap in self._taps.values():
+    def arm(self, sequences: int = 2, rows: int = 128, layers: Collection[int] | None = None) -> None:
+        """Capture slices of the coming calls: the batch's first `sequences`, at most `rows` query rows.
+
+        Of these layers, by default of all.
+        """
+        for layer in self._taps if layers is None else layers:
+            tap = self._taps[layer]
             tap.sequences, tap.row_limit, tap.captured = sequences, rows, None
 
     def take(self) -> dict[int, AttentionSlice]:
@@ -310,6 +315,11 @@ class Interceptor:
     def exposes(self, layer: int) -> tuple[str, ...]:
         """Which of "lse" and "max_logit" the layer's kernel shows."""
         return self._taps[layer].exposes
+
+    def expose(self, layers: Collection[int]) -> None:
+        """From now on keep the exposures of these layers only; at first all are kept."""
+        for layer, tap in self._taps.items():
+            tap.exposing = layer in layers
 
     def drain(self, layer: int) -> dict[str, Tensor]:
         """Exposures since the last drain: `lse` (H,) mean of LSE - log n, `max_logit` () maximum, or none."""
@@ -329,7 +339,8 @@ class Interceptor:
     def load_exposures(self, state: Mapping[str, Tensor]) -> None:
         """Replace the exposures by these; an empty mapping forgets them."""
         for layer, tap in self._taps.items():
-            tap.exposed = {x: state[f"{layer}.{x}"].clone() for x in _EXPOSURES if f"{layer}.{x}" in state}
+            names = [x for x in _EXPOSURES if tap.exposing and f"{layer}.{x}" in state]
+            tap.exposed = {x: state[f"{layer}.{x}"].clone() for x in names}
             tap.calls = int(state.get(f"{layer}.calls", 0))
 
     @property

@@ -34,6 +34,9 @@ PER_HEAD = ("source_t", "source_bias", "lse")
 class SourceProbe:
     """Evaluates at steps divisible by `every`, on the first `sequences` of the batch and `rows` query rows.
 
+    At most `copies` of `world` data-parallel ranks measure a layer: consecutive ranks form groups of that size
+    at most, and the groups take the layers in turn. The other layers are NaN on this `rank` and cost nothing.
+
     Keys, a site after the other: `source_t`, `source_bias` and `lse` per query head, `mismatch` (the worst
     head's) and `max_logit` per layer; `lse` and `max_logit` over all calls since the last
     evaluation, where the kernel exposes them. Values: NaN = not measured, infinite = measured and not finite.
@@ -48,10 +51,15 @@ class SourceProbe:
         every: int = 4,
         sequences: int = 2,
         rows: int = 128,
+        rank: int = 0,
+        world: int = 1,
+        copies: int = 4,
     ) -> None:
         self.interceptor, self.every, self.sequences, self.rows = interceptor, every, sequences, rows
         sites = list(sites)
-        self._layers = [site.layer for site in sites]
+        groups = -(-world // copies)
+        self._layers = [site.layer for site in sites[rank * groups // world :: groups]]
+        interceptor.expose(self._layers)
         self._keys: list[SignalKey] = []
         for site in sites:
             for name in ("source_t", "source_bias", "mismatch", *interceptor.exposes(site.layer)):
@@ -67,7 +75,7 @@ class SourceProbe:
     def arm(self, step: int) -> None:
         """Before the forward of `step`. Under gradient accumulation the last micro-batch is measured."""
         if step % self.every == 0:
-            self.interceptor.arm(self.sequences, self.rows)
+            self.interceptor.arm(self.sequences, self.rows, self._layers)
 
     def before_update(self) -> None:
         """The slices are complete when backward is; weights are not read."""

@@ -20,6 +20,7 @@ class Assembler:
         self.attempt = 0
         self.timeline = 0
         self.ranks: tuple[int, ...] = ()
+        self._members: frozenset[int] = frozenset()
         self.table = ""
         self.waiting: dict[int, dict[int, SignalFrame]] = {}
         self.seen: dict[int, int] = {}
@@ -29,6 +30,7 @@ class Assembler:
 
     def start(self, attempt: int, ranks: tuple[int, ...], table: str, timeline: int, step: int) -> None:
         self.attempt, self.ranks, self.table = attempt, ranks, table
+        self._members = frozenset(ranks)
         self.seen = {}
         self.rewind(timeline, step)
 
@@ -38,7 +40,7 @@ class Assembler:
 
     def add(self, frame: SignalFrame) -> list[ClosedStep]:
         """The steps that this frame closes, oldest first."""
-        if frame.attempt != self.attempt or frame.rank not in self.ranks or frame.table != self.table:
+        if frame.attempt != self.attempt or frame.rank not in self._members or frame.table != self.table:
             self.dropped += 1
             return []
         last = self.seen.get(frame.rank, -1)
@@ -50,8 +52,11 @@ class Assembler:
         if frame.timeline != self.timeline or frame.step <= self.closed:
             self.dropped += 1
             return []
-        self.waiting.setdefault(frame.step, {})[frame.rank] = frame
-        return list(self._close())
+        here = self.waiting.setdefault(frame.step, {})
+        here[frame.rank] = frame
+        if 1 < len(here) < len(self.ranks):
+            return []  # only a full step or a new one can close anything
+        return self._close()
 
     def _close(self) -> list[ClosedStep]:
         done: list[ClosedStep] = []
@@ -81,6 +86,7 @@ class Assembler:
         for name in ("attempt", "timeline", "table", "closed", "dropped", "gaps"):
             setattr(self, name, state[name])
         self.ranks = tuple(state["ranks"])
+        self._members = frozenset(self.ranks)
         self.seen = {int(k): v for k, v in state["seen"].items()}
         self.waiting = {}
         for text in state["waiting"]:

@@ -12,13 +12,16 @@ from typing import Any
 from foreshock.remediation.types import Command
 from foreshock.signals import SignalFrame, SignalTable
 
-VERSION = 1
+VERSION = 2
 """Of the journal's events. A journal of another version is not replayed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A new attempt began. `allow` is the mode the code permits; `unavailable` names actions and why not."""
+    """A new attempt began. `allow` is the mode the code permits; `unavailable` names actions and why not.
+
+    `rows` are the ranks whose frames arrive: all of them, or each node's first where relays merge a node's frames.
+    """
 
     time: float
     attempt: int
@@ -28,6 +31,11 @@ class Hello:
     step: int = 0
     unavailable: dict[str, str] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    rows: tuple[int, ...] = ()
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        return self.rows or self.ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +51,11 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Ack:
-    """A rank's word on a command: applied (at `step`), failed, refused, or "point broken" (`detail` names it)."""
+    """A rank's word on a command: applied (at `step`), failed, refused, or "point broken" (`detail` names it).
+
+    "disabled" is not about `command`, which is empty: the rank applies nothing more in this attempt, and `detail`
+    says why.
+    """
 
     time: float
     command: str
@@ -55,9 +67,10 @@ class Ack:
 
 @dataclass(frozen=True, slots=True)
 class RecoveryPoint:
-    """A recovery point is durable on disk. The state before step `step` runs."""
+    """A rank's part of a recovery point is durable on disk. The state before step `step` runs."""
 
     time: float
+    rank: int
     id: str
     timeline: int
     step: int
@@ -151,7 +164,7 @@ def encode(event: Event) -> tuple[str, dict[str, Any], bytes]:
         body = b"".join(parts)
     elif isinstance(event, Hello):
         head["table"] = event.table.to_json()
-        head["ranks"] = list(event.ranks)
+        head["ranks"], head["rows"] = list(event.ranks), list(event.rows)
     return kind, head, body
 
 
@@ -168,6 +181,6 @@ def decode(kind: str, head: dict[str, Any], body: bytes) -> Event:
         fields["frames"] = tuple(SignalFrame.from_bytes(part) for part in cuts)
     elif kind == "Hello":
         fields["table"] = SignalTable.from_json(head["table"])
-        fields["ranks"] = tuple(head["ranks"])
+        fields["ranks"], fields["rows"] = tuple(head["ranks"]), tuple(head["rows"])
     event: Event = _KINDS[kind](**fields)
     return event

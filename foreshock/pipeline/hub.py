@@ -36,6 +36,7 @@ from foreshock.policies import Mode, PolicySet, loads
 from foreshock.policies.engine import Engine, Ruling
 from foreshock.policies.types import Decision, Incident
 from foreshock.remediation.commands import EXPIRES, Unavailable, resolve
+from foreshock.remediation.commit import CADENCE
 from foreshock.remediation.points import Point, PointLedger
 from foreshock.remediation.types import Command, Outcome
 from foreshock.remediation.verification import Criteria, Verification
@@ -45,6 +46,9 @@ SNAPSHOT_EVERY = 500
 WINDOW = 32
 """Steps over which the update spectrum averages; verification starts after three of them (DESIGN 7)."""
 MAX_OUTLIERS_AUDITED = 200
+MAX_ARRIVING = 8
+SILENCE = 512
+"""Steps after which a command that some rank has not answered disables acting for the attempt."""
 
 
 class Hub:
@@ -62,6 +66,12 @@ class Hub:
         self.step = 0
         self.human_mode: str | None = None
         self.command: Command | None = None
+        self.commands = 0
+        """How many were ever issued in the run: the next one's number is one more."""
+        self.disabled: str | None = None
+        """Why nothing may be applied any more in this attempt."""
+        self.arriving: dict[str, dict[int, bool]] = {}
+        """Recovery points of which some rank's part is still missing: id -> rank -> finite."""
         self.acks: dict[int, dict[str, Any]] = {}
         self.verification: Verification | None = None
         self.treated: tuple[int, ...] = ()
@@ -108,13 +118,14 @@ class Hub:
         engine = self._engine()
         self.hello = event
         if event.attempt > 1:
+            self.verification = None
             self._fence("a new attempt began")
             self._rule(engine.interrupt(self.clock, "a new attempt began"))
         self.step = event.step
         self.diagnosed = {}
-        self.ledger = PointLedger()
+        self.ledger, self.arriving, self.disabled = PointLedger(), {}, None
         self.rewound = {}
-        self.assembler.start(event.attempt, event.ranks, event.table.id, 0, event.step)
+        self.assembler.start(event.attempt, event.sources, event.table.id, 0, event.step)
         self.detectors = self._new_detectors(event.table)
         engine.mode = self._mode()
         self._audit(
@@ -122,6 +133,7 @@ class Hub:
             {
                 "attempt": event.attempt,
                 "ranks": list(event.ranks),
+                "rows": list(event.sources),
                 "step": event.step,
                 "table": event.table.id,
                 "mode": self.modes(),
@@ -135,7 +147,11 @@ class Hub:
         options = self.hello.options if self.hello else {}
         budget = self.policies.false_alarms.apart
         return Detectors(
-            table, budget_steps=budget, start=options.get("start"), sources=options.get("sources", True)
+            table,
+            budget_steps=budget,
+            start=options.get("start"),
+            sources=options.get("sources", True),
+            world=len(self.hello.sources) if self.hello else 1,
         )
 
     def _mode(self) -> Mode:
@@ -148,6 +164,7 @@ class Hub:
             "code": allow,
             "person": self.human_mode or "enforce",
             "policy": str(self._engine().policies.mode),
+            **({"attempt": "observe"} if self.disabled else {}),
         }
 
     # -- signals ------------------------------------------------------------------------------------------
@@ -246,7 +263,10 @@ class Hub:
             self._rule(self._engine().judged(decision.incident, "unavailable", str(reason), self.clock))
             return
         seq = self._seq()
-        command = Command(decision.id, self.hello.attempt, decision.incident, actions, seq, seq + EXPIRES)
+        self.commands += 1
+        command = Command(
+            decision.id, self.commands, self.hello.attempt, decision.incident, actions, seq, seq + EXPIRES
+        )
         self.command, self.acks = command, {}
         self.ledger.pinned |= {arguments["point"] for name, arguments in actions if name == "rollback"}
         self._audit("command.issued", command.to_json())
@@ -254,8 +274,13 @@ class Hub:
 
     def _ack(self, event: Ack) -> None:
         command = self.command
+        if event.result == "disabled":
+            self._disable(f"rank {event.rank}: {event.detail.get('reason', '')}")
+            return
         if command is None or event.command != command.id:
             self._audit("ack.ignored", {"command": event.command, "rank": event.rank, "result": event.result})
+            if event.result == "applied":
+                self._disable(f"rank {event.rank} applied {event.command} after it was given up")
             return
         self.acks[event.rank] = {"result": event.result, "step": event.step, **event.detail}
         if event.result != "applied":
@@ -265,8 +290,18 @@ class Hub:
                 self.ledger.drop(str(event.detail["point"]))
             self._outcome(command, None, event.result, reason)
             self._rule(self._engine().judged(command.incident, event.result, reason, self.clock))
-        elif set(self.acks) >= set(self.assembler.ranks):
+        elif self.hello is not None and set(self.acks) >= set(self.hello.ranks):
             self._applied(command, event.step)
+
+    def _disable(self, reason: str) -> None:
+        """A rank can no longer follow a command, so none may: for the rest of the attempt this only watches."""
+        if self.disabled is not None:
+            return
+        self.disabled = reason
+        self._engine().mode = self._mode()
+        self._audit("acting.disabled", {"step": self.step, "reason": reason})
+        self._effects.append(Notify((), f"NOT ACTING for the rest of this attempt: {reason}"))
+        self._fence(f"acting was disabled: {reason}")
 
     def _applied(self, command: Command, step: int) -> None:
         self.command = None
@@ -367,15 +402,24 @@ class Hub:
         )
 
     def _expire(self) -> None:
-        if self.command is not None and self._seq() > self.command.expires:
+        """Give a command up, but only when no rank can still be about to apply it.
+
+        A vote cast at `expires` is read one call later, and acks travel in order with the frames: so once every rank
+        was heard of `CADENCE` steps later, no word of an application can still be on its way.
+        """
+        if self.command is None or self.hello is None:
+            return
+        seen, last = self.assembler.seen, self.command.expires + CADENCE
+        if len(seen) == len(self.hello.sources) and min(seen.values()) > last:
             self._fence(f"not applied within {EXPIRES} steps")
+        elif max(seen.values(), default=0) > last + SILENCE:
+            self._disable(f"no word on {self.command.id} from every rank in {SILENCE} steps")
 
     def _seq(self) -> int:
         """The newest frame number of any rank: the only count that a rank and the hub share."""
         return max(self.assembler.seen.values(), default=0)
 
     def _fence(self, reason: str) -> None:
-        self.verification = None
         if self.command is not None:
             command, self.command = self.command, None
             self._outcome(command, None, "expired", reason)
@@ -387,19 +431,32 @@ class Hub:
         """Nothing in the hub is measured in seconds yet; the tick only moves the journal's clock."""
 
     def _point(self, event: RecoveryPoint) -> None:
+        parts = self.arriving.setdefault(event.id, {})
+        parts[event.rank] = event.finite
+        if self.hello is None or set(parts) < set(self.hello.ranks):
+            return
+        del self.arriving[event.id]
+        finite = all(parts.values())
         if event.timeline == self.assembler.timeline and str(event.step) in self.rewound:
-            self.ledger.add(Point(event.id, event.step, event.batches, self.clock, event.finite))
+            self.ledger.add(Point(event.id, event.step, event.batches, self.clock, finite))
             self.ledger.prune(self.step)
+        # A part that never comes leaves its point behind; ids are in the order of steps.
+        self.arriving = dict(sorted(self.arriving.items())[-MAX_ARRIVING:])
         self._audit(
             "recovery_point",
             {
                 "id": event.id,
                 "step": event.step,
-                "finite": event.finite,
+                "finite": finite,
                 "bytes": event.bytes,
                 "seconds": round(event.seconds, 4),
             },
         )
+
+    @property
+    def kept(self) -> set[str]:
+        """The recovery points that must stay on disk, those on their way included."""
+        return {p.id for p in self.ledger.points} | self.ledger.pinned | set(self.arriving)
 
     def _confirmation(self, event: Confirmation) -> None:
         self._audit(
@@ -451,6 +508,11 @@ class Hub:
             "step": self.step,
             "human_mode": self.human_mode,
             "command": None if self.command is None else self.command.to_json(),
+            "commands": self.commands,
+            "disabled": self.disabled,
+            "arriving": {
+                name: {str(r): f for r, f in parts.items()} for name, parts in self.arriving.items()
+            },
             "acks": {str(r): a for r, a in self.acks.items()},
             "verification": self.verification.state_dict() if self.verification else None,
             "treated": list(self.treated),
@@ -474,12 +536,12 @@ class Hub:
         self.assembler.load_state_dict(state["assembler"])
         self.ledger.load_state_dict(state["ledger"])
         self.standing = [(name, arguments) for name, arguments in state["standing"]]
-        for name in ("clock", "step", "human_mode", "rewound", "outliers"):
+        for name in ("clock", "step", "human_mode", "rewound", "outliers", "commands", "disabled"):
             setattr(self, name, state[name])
-        self.command = None
-        if state["command"] is not None:
-            actions = tuple(next(iter(a.items())) for a in state["command"]["actions"])
-            self.command = Command(**{**state["command"], "actions": actions})
+        self.command = None if state["command"] is None else Command.from_json(state["command"])
+        self.arriving = {
+            name: {int(r): f for r, f in parts.items()} for name, parts in state["arriving"].items()
+        }
         self.acks = {int(r): a for r, a in state["acks"].items()}
         self.treated = tuple(state["treated"])
         self.verification = Verification.from_state(state["verification"]) if state["verification"] else None

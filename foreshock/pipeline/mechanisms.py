@@ -7,10 +7,10 @@ that returns a `Mechanism`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,13 +32,27 @@ class Attached:
     limits: list[str] = field(default_factory=list)
 
 
+class Attach(Protocol):
+    """Discovers and hooks on the model of data-parallel rank `rank` of `world`, which deal the work."""
+
+    def __call__(
+        self,
+        model: nn.Module,
+        sites: Sequence[Any] | None,
+        masters: Mapping[Any, Any] | None,
+        *,
+        rank: int = 0,
+        world: int = 1,
+    ) -> Attached: ...
+
+
 @dataclass(frozen=True)
 class Mechanism:
-    """`attach(model, sites, masters)` discovers and hooks; `policy` is the shipped policy's name."""
+    """`attach` hangs its probes on one rank; `policy` is the shipped policy's name."""
 
     name: str
     policy: str
-    attach: Callable[[nn.Module, Sequence[Any] | None, Mapping[Any, Any] | None], Attached]
+    attach: Attach
 
 
 def attention() -> Mechanism:
@@ -58,7 +72,12 @@ def installed() -> list[Mechanism]:
 
 
 def _attach_attention(
-    model: nn.Module, sites: Sequence[Any] | None, masters: Mapping[Any, Any] | None
+    model: nn.Module,
+    sites: Sequence[Any] | None,
+    masters: Mapping[Any, Any] | None,
+    *,
+    rank: int = 0,
+    world: int = 1,
 ) -> Attached:
     from foreshock.monitors.intercept import Interceptor
     from foreshock.monitors.sites import SitesUnknown, discover
@@ -72,9 +91,9 @@ def _attach_attention(
             raise  # the user's own argument is wrong; a model that we do not know is not the user's fault
         return Attached(limits=[f"attention is not watched: {unknown}"])
     interceptor = Interceptor(found)
-    spectrum = UpdateSpectrum(found, masters=masters)
+    spectrum = UpdateSpectrum(found, rank=rank, world=world, masters=masters)
     return Attached(
-        probes=[SourceProbe(interceptor, found), spectrum],
+        probes=[SourceProbe(interceptor, found, rank=rank, world=world), spectrum],
         interceptor=interceptor,
         layers=tuple(site.layer for site in found),
         limits=list(spectrum.limits),

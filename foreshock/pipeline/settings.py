@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from foreshock.policies import PolicyError, loads, source_text
 from foreshock.policies.models import Mode
 
 RUNS = "foreshock_runs"
@@ -43,3 +44,30 @@ def acting_mode(setting: Setting) -> Setting:
 
 def run_directory(run_dir: Setting, name: str) -> Path:
     return Path(run_dir.value) if run_dir.value else Path(RUNS) / name
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A policy as it was found. `failure` says why it cannot be used."""
+
+    text: str = ""
+    source: str = ""
+    failure: str | None = None
+
+
+def policy_text(setting: Setting) -> Policy:
+    """The text of the policy that `setting` names: a shipped one or a file.
+
+    A trainer that starts its ranks elsewhere hands the text over in FORESHOCK_POLICY_TEXT, because the file may not be
+    there; it counts where no argument names another policy.
+    """
+    given = os.environ.get("FORESHOCK_POLICY_TEXT")
+    try:
+        if given and setting.source != "argument":
+            text, source = given, str(setting.value)
+        else:
+            text, source = source_text(str(setting.value))
+        loads(text, source)
+    except PolicyError as error:
+        return Policy(failure=str(error))
+    return Policy(text, source)

@@ -23,7 +23,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from foreshock.remediation.audit import GENESIS, Anchor, AuditRecord, Verdict, canonical, parse, seal, verify
 from foreshock.remediation.durable import sync
 
-DATABASE, ANCHOR, SCHEMA = "run.db", "audit.anchor", "1"
+DATABASE, ANCHOR, SCHEMA = "run.db", "audit.anchor", "2"
 _PAGE = 256  # rows a read: no reader holds a snapshot so long that the WAL cannot be recycled
 
 _tables = sa.MetaData()
@@ -41,6 +41,7 @@ _audit = _table("audit", "sequence", event=_big, time=sa.Double, **_text)
 _snapshot = _table("snapshot", "number", body=sa.LargeBinary, versions=sa.Text)
 _inbox = _table("inbox", "id", time=sa.Double, kind=sa.Text, payload=sa.Text, taken=sa.Boolean)
 _meta = _table("meta", "key", sa.Text, value=sa.Text)
+_delivery = _table("delivery", "source", sa.Text, number=_big)
 
 
 class StoreError(Exception):
@@ -244,6 +245,26 @@ class RunStore:
         with self.transaction() as connection:
             connection.execute(_meta.delete().where(_meta.c.key == key))
             connection.execute(_meta.insert(), {"key": key, "value": value})
+
+    def deliveries(self) -> dict[str, int]:
+        """How far each source's numbered events are in the journal."""
+        return {row.source: row.number for row in self._rows(sa.select(_delivery))}
+
+    def set_deliveries(self, numbers: Mapping[str, int]) -> None:
+        """Notes, with the events themselves, how far each of these sources is."""
+        rows = [{"source": source, "number": number} for source, number in numbers.items()]
+        with self.transaction() as connection:
+            for at in range(0, len(rows), _PAGE):
+                part = rows[at : at + _PAGE]
+                connection.execute(
+                    _delivery.delete().where(_delivery.c.source.in_([r["source"] for r in part]))
+                )
+                connection.execute(_delivery.insert(), part)
+
+    def forget_deliveries(self) -> None:
+        """An attempt began: what was numbered before it is not delivered any more."""
+        with self.transaction() as connection:
+            connection.execute(_delivery.delete())
 
     def close(self) -> None:
         self._engine.dispose()

@@ -11,10 +11,12 @@ class Command:
     """Actions that all ranks of one attempt apply together at one step, or none does.
 
     `actions` hold arguments with nothing left to look up: layers, a recovery point's id, numbers. `issued` and
-    `expires` are frame numbers (`seq`): the one count that ranks and hub share.
+    `expires` are frame numbers (`seq`): the one count that ranks and hub share. `number` counts the commands of a
+    run from 1: what ranks vote on.
     """
 
     id: str
+    number: int
     attempt: int
     incident: str
     actions: tuple[tuple[str, dict[str, Any]], ...]
@@ -23,6 +25,10 @@ class Command:
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "actions": [{name: arguments} for name, arguments in self.actions]}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Command:
+        return cls(**{**data, "actions": tuple(next(iter(action.items())) for action in data["actions"])})
 
 
 @dataclass(frozen=True, slots=True)

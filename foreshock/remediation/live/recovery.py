@@ -140,9 +140,9 @@ class RecoveryStore:
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise PointBroken(name, f"cannot be read: {error}") from error
 
-    def prune(self, keep: set[str], told: str) -> None:
+    def prune(self, keep: set[str], told: set[str]) -> None:
         """Delete every point that is neither in `keep`, nor a pause's, nor unknown to the hub, which now knows `told`."""
-        self._untold.discard(told)
+        self._untold -= told
         for place in self.directory.iterdir():
             if (
                 place.is_dir()

@@ -1,8 +1,8 @@
-"""The in-process shell around the hub: journal, audit, snapshot, recovery, and carrying effects out.
+"""The shell around the hub: journal, audit, snapshot, recovery, and carrying effects out.
 
-One event at a time. Its journal row, its audit records and any snapshot are one transaction, committed before
+The same in the training process and in the hub's actor. One event at a time. Its journal row, its audit records and any snapshot are one transaction, committed before
 the first of its other effects is carried out. Events without effects are committed in batches: losing the last
-few of them in a crash loses measurements, never a decision.
+few of them in a crash loses measurements, never a decision. What `deliver` has acknowledged is committed.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import fcntl
 import json
 import logging
 import os
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import foreshock
 from foreshock.pipeline import codec
@@ -25,6 +27,7 @@ from foreshock.pipeline.events import (
     Effect,
     Event,
     Frames,
+    Hello,
     Human,
     Issue,
     Notify,
@@ -37,6 +40,9 @@ from foreshock.pipeline.store import RunStore, StoreError
 from foreshock.policies.models import Mode
 from foreshock.remediation.types import Command
 
+if TYPE_CHECKING:
+    from foreshock.pipeline.signal_files import SignalWriter
+
 log = logging.getLogger("foreshock")
 
 VERSIONS = f"{foreshock.__version__}/{VERSION}"
@@ -45,7 +51,7 @@ POLL_SECONDS = 1.0
 COMMIT_SECONDS = 1.0
 
 
-class LocalShell:
+class Shell:
     """Runs one hub over one run directory. Calls may come from several threads; they are taken one by one.
 
     Never raises after construction. `failure` says why nothing is decided any more (a defect in the hub, or a
@@ -63,8 +69,13 @@ class LocalShell:
         self._buffer: list[Event] = []
         self._polled = self._committed = 0.0
         self._store: RunStore | None = None
-        self.writers: list[Callable[[Frames], None]] = []
-        """Called with every frame event after it was handled (the Parquet writer)."""
+        self._signals: SignalWriter | None = None
+        self.attempt = 0
+        """The newest attempt that began."""
+        self._nonce = ""
+        self._delivered: dict[str, int] = {}
+        self._fresh: dict[str, int] = {}
+        """What of `_delivered` is not committed yet."""
         self._claim: IO[str] | None = None
         try:
             self._claim = _claim(directory)
@@ -80,10 +91,26 @@ class LocalShell:
         """Whether a command may be applied now: the hub works, its record too, and nobody lowered the mode."""
         return self.failure is None and self.hub.engine is not None and self.hub.engine.mode is Mode.ENFORCE
 
-    @property
-    def attempt(self) -> int:
-        """The number of the attempt that starts now."""
-        return self.hub.hello.attempt + 1 if self.hub.hello else 1
+    def begin(self, nonce: str) -> int:
+        """A new attempt of the run: its number. Asked again with the same `nonce`, the same number."""
+        with self._lock:
+            if nonce != self._nonce:
+                self._nonce, self.attempt = nonce, self.attempt + 1
+                self._delivered, self._fresh = {}, {}
+                if self._store is not None and not self.unaudited:
+                    try:
+                        with self._store.transaction():
+                            self._store.set_meta("attempt", json.dumps([self.attempt, nonce]))
+                            self._store.forget_deliveries()
+                    except StoreError as error:
+                        self._lose_disk(error)
+            return self.attempt
+
+    def push(self, kind: str, payload: Mapping[str, Any]) -> int:
+        """Leave a person's request in the inbox; its id. Raises StoreError."""
+        if self._store is None:
+            raise StoreError(self.failure or "the record is closed")
+        return self._store.push(kind, payload)
 
     def seed(self, state: dict[str, Any]) -> None:
         """Start this run from another hub's state (a fork): it becomes snapshot 0."""
@@ -101,8 +128,31 @@ class LocalShell:
                 self._polled = now
                 self._read_inbox()
 
+    def deliver(self, events: Iterable[tuple[Event, Mapping[str, int]]]) -> None:
+        """Handle events in order, and commit them with how far each source now is: they may be acknowledged then.
+
+        `delivered` says what was taken before; handing an event in twice is the caller's to avoid.
+        """
+        with self._lock:
+            for event, sources in events:
+                self._delivered.update(sources)
+                self._fresh.update(sources)
+                self.submit(event)
+            if self._buffer and not self.unaudited:
+                try:
+                    self._commit([], status="running" if self.failure is None else "failed")
+                except StoreError as error:
+                    self._lose_disk(error)
+
+    @property
+    def delivered(self) -> Mapping[str, int]:
+        """How far each source's events are taken."""
+        return self._delivered
+
     def close(self) -> None:
         with self._lock:
+            if self._signals is not None:
+                self._keep(self._signals.close)
             if self._store is not None:
                 try:
                     self._commit([], status="ended")
@@ -126,9 +176,25 @@ class LocalShell:
 
     def _submit(self, event: Event) -> None:
         self._carry_out(self._handle(event))
-        if isinstance(event, Frames):
-            for write in self.writers:
-                write(event)
+        if isinstance(event, Hello):
+            from foreshock.pipeline.signal_files import SignalWriter
+
+            if self._signals is not None:
+                self._keep(self._signals.close)
+            self._signals = SignalWriter(self.directory, event.table)
+        elif isinstance(event, Frames) and self._signals is not None:
+            for frame in event.frames:
+                if frame.table == self.hub.hello.table.id:  # type: ignore[union-attr]
+                    self._keep(partial(self._signals.append, frame))
+
+    def _keep(self, write: Callable[[], None]) -> None:
+        """Signals at rest are for pictures: a full disk loses them, and nothing else."""
+        try:
+            write()
+        except (OSError, ValueError) as error:
+            if self._signals is not None:
+                log.error("signals are not kept: %s", error)
+            self._signals = None
 
     def _handle(self, event: Event) -> list[Effect]:
         """Fold the event in and commit what it caused; the effects that may now be carried out."""
@@ -166,8 +232,11 @@ class LocalShell:
                     self._store.append_audit(number, stamp, effect.kind, effect.payload)
                 elif isinstance(effect, Snapshot):
                     self._store.save_snapshot(number, codec.dumps(self.hub.state_dict()), VERSIONS)
-            self._store.set_meta("status", json.dumps(self._status(status)))
+            if self._fresh:
+                self._store.set_deliveries(self._fresh)
+            self._store.set_meta("status", json.dumps(self.status(status)))
         self._buffer.clear()
+        self._fresh = {}
         self._committed = time.monotonic()
 
     def _carry_out(self, effects: list[Effect]) -> None:
@@ -205,6 +274,13 @@ class LocalShell:
             self.hub.load_state_dict(codec.loads(snapshot[1]))
         for _, kind, head, body in self._store.events(after):
             self.hub.handle(decode(kind, head, body))
+        self._delivered = self._store.deliveries()
+        begun = self.hub.hello.attempt if self.hub.hello else 0
+        self.attempt, self._nonce = json.loads(self._store.get_meta("attempt") or f'[{begun}, ""]')
+        if self.hub.hello is not None:
+            from foreshock.pipeline.signal_files import SignalWriter
+
+            self._signals = SignalWriter(self.directory, self.hub.hello.table)
 
     def _stop(self, reason: str) -> None:
         self.failure = reason
@@ -220,17 +296,20 @@ class LocalShell:
         self._buffer.clear()
         log.error("NOT ACTING: %s. Training goes on.", self.failure)
 
-    def _status(self, state: str) -> dict[str, Any]:
+    def status(self, state: str = "running") -> dict[str, Any]:
+        """What `foreshock status` shows."""
         hub = self.hub
         engine = hub.engine
         return {
             "state": state,
             "run": hub.run,
             "pid": os.getpid(),
+            "host": socket.gethostname(),
             "step": hub.step,
             "clock": hub.clock,
             "timeline": hub.assembler.timeline,
             "attempt": hub.hello.attempt if hub.hello else 0,
+            "ranks": list(hub.hello.ranks) if hub.hello else [],
             "mode": {"acting": str(engine.mode), **hub.modes()} if engine and hub.hello else {},
             "failure": self.failure,
             "incidents": [i.to_json() for i in engine.incidents] if engine else [],
@@ -239,6 +318,7 @@ class LocalShell:
             "standing": [{name: arguments} for name, arguments in hub.standing],
             "frames": {"dropped": hub.assembler.dropped, "gaps": hub.assembler.gaps},
             "points": [p.step for p in hub.ledger.points],
+            "onsets": dict(hub.ledger.onsets),
             "budget_held": hub.detectors.budget_held() if hub.detectors else None,
             **self._facts,
         }
