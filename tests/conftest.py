@@ -183,3 +183,18 @@ def policy_file(tmp_path: Path) -> Any:
         return path
 
     return write
+
+
+@pytest.fixture(scope="session")
+def ray_session() -> Any:
+    """One small Ray for all tests of a run; `local` so that it never meets another cluster of the machine."""
+    import os
+
+    import ray
+
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    if not os.access(os.path.expanduser("~"), os.W_OK):
+        pytest.skip("Ray needs a HOME that it can write to")
+    context = ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+    yield context
+    ray.shutdown()

@@ -1,4 +1,4 @@
-"""The README's tables come from the committed evidence, the claims hold in it, and one row is made again."""
+"""The tables of docs/measured.md come from the committed evidence, the claims hold in it, and one row is made again."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def up7(rows):
 
 
 def block(name: str) -> str:
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "docs" / "measured.md").read_text()
     return text.split(f"<!-- {name} -->\n")[1].split(f"\n<!-- /{name} -->")[0].strip()
 
 
-def test_the_readme_shows_the_committed_tables(rows):
+def test_the_docs_show_the_committed_tables(rows):
     assert block("evidence") == evidence.tables(rows)
     assert block("overhead") == overhead.table(json.loads(overhead.FILE.read_text()))
 

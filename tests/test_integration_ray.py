@@ -306,7 +306,7 @@ def train(config):
     found = {k: v for k, v in os.environ.items() if k.startswith("FORESHOCK")}
     Path(config["to"], f"first-{ray.train.get_context().get_world_rank()}.json").write_text(json.dumps(found))
 
-ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+ray.init(address=sys.argv[2], log_to_driver=False)
 os.environ["FORESHOCK_ALLOW"] = "dry_run"
 os.environ["RAY_TRAIN_CALLBACKS"] = "foreshock.integrations.ray.ForeshockCallback"
 DataParallelTrainer(
@@ -318,9 +318,12 @@ DataParallelTrainer(
 
 
 @pytest.mark.slow
-def test_the_environment_alone_attaches_it(tmp_path: Path) -> None:
+def test_the_environment_alone_attaches_it(cluster: None, tmp_path: Path) -> None:
     """A program that does not name Foreshock. Its variables are set after Ray's start, so nothing is inherited."""
-    subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], check=True, cwd=tmp_path, timeout=200)
+    import ray
+
+    arguments = [str(tmp_path), ray.get_runtime_context().gcs_address]
+    subprocess.run([sys.executable, "-c", SCRIPT, *arguments], check=True, cwd=tmp_path, timeout=250)
     for found in told(str(tmp_path), "first"):
         assert found["FORESHOCK_ALLOW"] == "dry_run"
         assert found["FORESHOCK_RUN_DIR"] == str(tmp_path / "foreshock_runs" / "exp")
@@ -461,7 +464,7 @@ def test_a_restart_goes_back_to_the_newest_checkpoint_from_before_the_fault(
                 "loaded": loaded,
                 "step": resume.step,
                 "before": resume.before,
-                "failures": [resume.failures, resume.allowed],
+                "failures": resume.failures,
                 "kept": sorted(c.metrics["foreshock_step"] for c in all_kept),
             }
             Path(config["to"], f"resumed-{rank}.json").write_text(json.dumps(found))
@@ -492,7 +495,7 @@ def test_a_restart_goes_back_to_the_newest_checkpoint_from_before_the_fault(
         assert found["loaded"] == "150"
         assert found["step"] == 150
         assert 150 <= found["before"] <= 200
-        assert found["failures"] == [1, 1]
+        assert found["failures"] == "1/1"
         assert found["kept"] == [50, 100, 150, 200, 300], "those that fired gave way, except the latest"
     assert result.metrics["foreshock_step"] == 200
     assert result.metrics["foreshock_attempt"] == 2

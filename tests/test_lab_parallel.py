@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from foreshock.cli.main import app
 from foreshock.lab.corpus import corpus
 from foreshock.lab.data import ByteBatches
+from foreshock.lab.parallel import experiment
 from foreshock.lab.scenarios import SCENARIOS, Training
 
 STEPS = 12
@@ -69,6 +70,29 @@ def test_the_ranks_shares_make_up_the_batch(world):
 def test_a_batch_of_8_is_shared_by_two_or_four_only(rank, world):
     with pytest.raises(ValueError, match="1, 2 or 4 ranks"):
         Training(SCENARIOS["clean"], 0, 10, rank, world)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings(r"ignore::DeprecationWarning:ray\.")  # Ray Data's own, on every fit
+def test_an_experiment_on_ray_train_is_treated_on_all_ranks_at_one_step(tmp_path):
+    told = []
+    facts, runs = experiment(
+        "up7", 7, 200, tmp_path, 2, lambda *words: told.append(words), onset=100, start=40, points_every=100
+    )
+    assert (facts["workers"], facts["audit_verified"]) == (2, True)
+    assert (facts["diagnosis"], facts["layers"]) == ("attention", [0, 1])
+    assert 100 < facts["diagnosis_step"] <= 120
+    applied = runs["protected"].first("command.applied")
+    assert {ack["step"] for ack in applied["acks"].values()} == {facts["applied_step"]}
+    assert sorted(applied["acks"]) == ["0", "1"]
+    assert facts["action"] == ["precision_upcast"]
+    assert facts["actions_in_clean"] == 0
+    assert runs["unprotected"].first("command.issued") is None
+    for run in runs.values():
+        assert list(run.losses) == list(range(200))
+        assert [run.losses[s] for s in range(101)] == [runs["clean"].losses[s] for s in range(101)]
+    assert {(run, end) for run, _, end, _ in told} == {(run, 200) for run in runs}
 
 
 @pytest.mark.slow

@@ -136,7 +136,8 @@ class ForeshockCallback(_Hooks):
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
         if worker_group_status.errors and not self._failed:
             self._failed = True  # polled again where Ray waits for the others
-            self._failures += not worker_group_status.has_preempted_worker()
+            preempted = getattr(worker_group_status, "has_preempted_worker", bool)()  # not in Ray 2.50
+            self._failures += not preempted
             self._tell(worker_group_status.errors)
 
     @_contained

@@ -34,13 +34,18 @@ if TYPE_CHECKING:
     from foreshock.pipeline.rank import Watch
     from foreshock.pipeline.watch import NullWatch
 
+    Watched = Watch | NullWatch
+
+_Choice = tuple[str | None, int | None, int | None]
+
 log = logging.getLogger("foreshock")
 
 HEALTH = "foreshock_health"
 """The metric by which Ray keeps checkpoints: 1 while nothing fires, 0 while something does."""
 _NOTES = ("foreshock_attempt", "foreshock_timeline", "foreshock_step")
+_FAILURES = "FORESHOCK_RAY_FAILURES"
 
-Place = tuple[int, int, int]
+Place = tuple[int, ...]
 """Attempt, timeline, step: a checkpoint at a place holds the state before that step runs."""
 
 
@@ -53,22 +58,21 @@ class Resume:
     """Where to start: without a checkpoint, from the beginning.
 
     `step` is the next one to run, None where the checkpoint was not reported through `report`. `before` is the onset
-    behind which this goes back, None where Ray's latest checkpoint is taken. `failures` of `allowed` (-1: any number)
-    are used up; None where `ForeshockCallback` is not there to count them.
+    behind which this goes back, None where Ray's latest checkpoint is taken. `failures` is "used/allowed" of Ray's
+    max_failures (-1: any number), None where `ForeshockCallback` is not there to count them.
     """
 
     checkpoint: Any | None
     step: int | None
     before: int | None
-    failures: int | None
-    allowed: int | None
+    failures: str | None
 
 
 def checkpoint_config(every: int) -> Any:
     """Ray's CheckpointConfig for a checkpoint every `every` steps: those from before a fault outlive its detection.
 
-    While something fires, new checkpoints do not push out older ones. What was reported between onset and alarm
-    counts as healthy and cannot be taken back, so there is room for that twice: a fault may return once.
+    While something fires, new ones do not push out older ones. What was reported between onset and alarm counts as
+    healthy and cannot be taken back, so there is room for that twice: a fault may return once.
     """
     from ray.train import CheckpointConfig
 
@@ -76,37 +80,27 @@ def checkpoint_config(every: int) -> Any:
     return CheckpointConfig(num_to_keep=2 * room + 2, checkpoint_score_attribute=HEALTH)
 
 
-def report(
-    metrics: Mapping[str, Any], checkpoint: Any | None, watch: Watch | NullWatch, **options: Any
-) -> None:
+def report(metrics: Mapping[str, Any], checkpoint: Any | None, watch: Watched, **options: Any) -> None:
     """`ray.train.report`, on every rank, with the checkpoint's place and health among its metrics."""
     import ray.train
 
-    health = 1
-    if checkpoint is not None and watch.position[0] and ray.train.get_context().get_world_rank() == 0:
-        health = _health(watch)
-    notes = dict(zip(_NOTES, watch.position, strict=True))
-    ray.train.report({**metrics, **notes, HEALTH: health}, checkpoint, **options)
+    notes = dict(zip(_NOTES, watch.position, strict=True)) | {HEALTH: 1}
+    directory = getattr(watch, "directory", None)  # none under FORESHOCK=off
+    if checkpoint is not None and directory and ray.train.get_context().get_world_rank() == 0:
+        try:
+            with RunStore.open_readonly(directory) as store:
+                status = json.loads(store.get_meta("status") or "{}")
+            notes[HEALTH] = int(status.get("attempt") != watch.position[0] or not status.get("onsets"))
+        except Exception as error:
+            log.warning("the health of this checkpoint is unknown and counts as good: %s", error)
+    ray.train.report({**metrics, **notes}, checkpoint, **options)
 
 
-def _health(watch: Any) -> int:
-    """The hub's word in the run's record. Where there is none of this attempt, nothing speaks against it."""
-    try:
-        with RunStore.open_readonly(watch.directory) as store:
-            status = json.loads(store.get_meta("status") or "{}")
-        return int(status.get("attempt") != watch.position[0] or not status.get("onsets"))
-    except Exception as error:
-        log.warning("the health of this checkpoint is unknown: %s", error)
-        return 1
-
-
-def restart(watch: Watch | NullWatch) -> NoReturn:
+def restart(watch: Watched) -> NoReturn:
     """Raise `RollbackRestart`, on every rank: after a pause, instead of ending the run."""
-    failures, allowed = _failures()
-    used = "" if failures is None else f", {failures} of {allowed} are used already"
     raise RollbackRestart(
-        f"paused before step {watch.position[2]}: the next attempt goes back to before the fault "
-        f"(one more of Ray's max_failures{used})"
+        f"paused before step {watch.position[2]}: the next attempt goes back to before the fault, at the cost of one "
+        f"of Ray's max_failures (used/allowed before: {os.environ.get(_FAILURES, 'unknown')})"
     )
 
 
@@ -121,53 +115,46 @@ def resume_point(run_dir: str | Path | None = None) -> Resume:
     from ray.train.collective import broadcast_from_rank_zero
 
     latest = ray.train.get_checkpoint()
-    choice: tuple[str | None, int | None, int | None] = None, None if latest else 0, None
+    choice: _Choice = None, None if latest else 0, None
     if latest and ray.train.get_context().get_world_rank() == 0:
         try:
-            choice = _choose(latest, run_dir or os.environ.get("FORESHOCK_RUN_DIR"))
+            choice = _choose(latest, run_dir or os.environ.get("FORESHOCK_RUN_DIR", ""))
         except Exception as error:
             log.error("NOT ROLLED BACK, if that was asked for: %s: %s", type(error).__name__, error)
     path, step, before = broadcast_from_rank_zero(choice)
     checkpoint = ray.train.Checkpoint(path, latest.filesystem) if path else latest
-    resume = Resume(checkpoint, step, before, *_failures())
+    resume = Resume(checkpoint, step, before, os.environ.get(_FAILURES))
     log.warning("starting from %s", resume)
     return resume
 
 
-def _choose(latest: Any, run_dir: str | Path | None) -> tuple[str | None, int | None, int | None]:
-    """(path, step, step behind which it goes back) of the checkpoint to start from; no path: the latest."""
+def _choose(latest: Any, run_dir: str | Path) -> _Choice:
+    """The path of the checkpoint (None: `latest`), its step (None: unknown), the step behind which it goes back."""
     import ray.train
 
     committed = ray.train.CheckpointConsistencyMode.COMMITTED
-    reported = {
-        c.checkpoint.path: c.metrics
-        for c in ray.train.get_all_reported_checkpoints(consistency_mode=committed, timeout_s=30)
-        if all(note in c.metrics for note in _NOTES)
-    }
-    places = {path: _place(metrics) for path, metrics in reported.items()}
+    reported = ray.train.get_all_reported_checkpoints(consistency_mode=committed, timeout_s=30)
+    noted = {c.checkpoint.path: c.metrics for c in reported if all(note in c.metrics for note in _NOTES)}
+    places: dict[str, Place] = {p: tuple(int(m[note]) for note in _NOTES) for p, m in noted.items()}
     if latest.path not in places:
         return None, None, None
-    newest, past = places[latest.path], []
+    newest, past = places[latest.path], list[Place]()
     if newest[0] and not switched_off():  # a watched attempt, so there is a record
         try:
-            with RunStore.open_readonly(Path(run_dir or "")) as store:
+            with RunStore.open_readonly(Path(run_dir)) as store:
                 past = cuts(store.audit())
         except StoreError as error:
             log.error("NOT ROLLED BACK, if that was asked for: %s", error)
-    if kept(newest, past):
+    behind = [cut for cut in past if not kept(newest, [cut])]
+    if not behind:
         return None, newest[2], None
-    before = min(cut[2] for cut in past if not kept(newest, [cut]))
-    usable = [p for p, place in places.items() if kept(place, past) and reported[p].get(HEALTH, 1)]
+    before = min(cut[2] for cut in behind)
+    usable = [p for p, place in places.items() if kept(place, past) and noted[p].get(HEALTH, 1)]
     if not usable:
         log.error("NOT ROLLED BACK: no checkpoint from before step %d is left; the latest is taken", before)
         return None, newest[2], None
     path = max(usable, key=places.__getitem__)
     return path, places[path][2], before
-
-
-def _place(metrics: Mapping[str, Any]) -> Place:
-    attempt, timeline, step = (int(metrics[note]) for note in _NOTES)
-    return attempt, timeline, step
 
 
 def kept(place: Place, cuts: Iterable[Place]) -> bool:
@@ -183,39 +170,30 @@ def cuts(records: Iterable[AuditRecord]) -> list[Place]:
     acknowledge it, and then it is given up by the very event that begins the next attempt.
     """
     attempt = timeline = 0
-    onsets: dict[str, int] = {}
-    incidents: dict[str, str] = {}
-    pauses: dict[str, tuple[int, str]] = {}
-    points: dict[str, int] = {}
-    rewinds: list[Place] = []
-    given_up: tuple[int, str, tuple[int, str]] | None = None
+    incidents, onsets, points = dict[str, str](), dict[str, int](), dict[str, int]()
+    pauses, rewinds = dict[str, Place](), list[Place]()
+    given_up: tuple[int, dict[str, Place]] = 0, {}
     for record in records:
         said = record.payload
         match record.kind:
             case "attempt.started":
-                if given_up is not None and given_up[0] == record.event:
-                    pauses[given_up[1]] = given_up[2]
                 attempt, timeline = said["attempt"], 0
+                if given_up[0] == record.event:
+                    pauses |= given_up[1]
             case "incident.opened":
                 incidents[said["diagnosis"]["mechanism"]] = said["incident"]
                 onsets[said["incident"]] = said["diagnosis"]["onset"][0]
             case "diagnosis" if incident := incidents.get(said["mechanism"]):
                 onsets[incident] = min(onsets[incident], said["onset"][0])
             case "command.issued":
-                actions = {k: v for action in said["actions"] for k, v in action.items()}
-                if "pause" in actions:
-                    pauses[said["id"]] = attempt, said["incident"]
-                if "rollback" in actions:
-                    points[said["id"]] = actions["rollback"]["step"]
+                for action in said["actions"]:
+                    if "pause" in action:
+                        pauses[said["id"]] = attempt + 1, 0, onsets[said["incident"]]
+                    if "rollback" in action:
+                        points[said["id"]] = action["rollback"]["step"]
             case "outcome" if said["command"] in pauses:
-                given_up = record.event, said["command"], pauses.pop(said["command"])
+                given_up = record.event, {said["command"]: pauses.pop(said["command"])}
             case "command.applied" if said["command"] in points:
                 timeline += 1
                 rewinds.append((attempt, timeline, points[said["command"]]))
-    return [(attempt + 1, 0, onsets[incident]) for attempt, incident in pauses.values()] + rewinds
-
-
-def _failures() -> tuple[int | None, int | None]:
-    """How many failures of this Ray run are used, of how many, as the callback counts them."""
-    used, _, allowed = os.environ.get("FORESHOCK_RAY_FAILURES", "").partition("/")
-    return int(used) if used else None, int(allowed) if allowed else None
+    return [*pauses.values(), *rewinds]

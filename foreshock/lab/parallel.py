@@ -81,14 +81,22 @@ def fit(job: Job, workers: int, allow: str, progress: Progress | None = None) ->
         torch_config=TorchConfig(backend="gloo"),
         scaling_config=ray.train.ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 0.5}),
         run_config=ray.train.RunConfig(
-            name=job.run, storage_path=str(job.directory.parent / "ray"), callbacks=[callback]
+            name=job.run,
+            storage_path=str(job.directory.parent / "ray"),
+            callbacks=[callback],
+            # workers that cannot be placed are asked for again, by default for ever
+            failure_config=ray.train.FailureConfig(controller_failure_limit=4),
         ),
     )
-    with _followed(job, progress), _interruptible():
-        try:
+    interrupt = signal.getsignal(signal.SIGINT)
+    try:
+        with _followed(job, progress):
             trainer.fit()
-        except ray.train.TrainingFailedError as error:
-            raise RayFailed(f"the {job.run} run failed on Ray Train: {error}") from error
+    except ray.train.TrainingFailedError as error:
+        raise RayFailed(f"the {job.run} run failed on Ray Train: {error}") from error
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, interrupt)  # fit leaves a handler of its own behind
     losses = json.loads((job.directory / "losses.json").read_text())
     return Played.read(job.run, job.directory, {int(step): loss for step, loss in losses.items()})
 
@@ -143,32 +151,22 @@ def _ray(workers: int) -> Iterator[None]:
 @contextmanager
 def _followed(job: Job, progress: Progress | None) -> Iterator[None]:
     """Hands on what rank 0 writes down, until the block ends."""
+    if progress is None:
+        yield
+        return
     file, ended = job.directory / "progress.json", threading.Event()
 
-    def follow(tell: Progress) -> None:
+    def follow() -> None:
         last = None
         while not ended.wait(POLL):
             if file.exists() and (now := json.loads(file.read_text())) != last:
                 last = now
-                tell(job.run, *now)
+                progress(job.run, *now)
 
-    thread = threading.Thread(target=follow, args=(progress,), daemon=True)
-    if progress is not None:
-        thread.start()
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
     try:
         yield
     finally:
         ended.set()
-        if progress is not None:
-            thread.join()
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """Ray Train leaves its own handler of Ctrl-C behind; ours comes back."""
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, before)
+        thread.join()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import logging
 import threading
 import time
 from datetime import timedelta
@@ -20,8 +19,6 @@ from foreshock.remediation.commit import CADENCE, Vector, Voter
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
-
-log = logging.getLogger("foreshock")
 
 BOUNDS = (5.0, 60.0)
 """Seconds that a step may wait: for a vote, and for the other ranks to have applied (a rollback loads slowly)."""
@@ -147,15 +144,13 @@ class Group(Alone):
         if self.disabled is None:
             self._leave("closed")
         end = time.perf_counter() + self._bounds[0]
-        try:
-            for work in self._casts:
-                with contextlib.suppress(RuntimeError):
-                    work.wait(timedelta(seconds=max(end - time.perf_counter(), 0.001)))
-            if all(work.is_completed() for work in self._casts):
-                ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._group))
+        for work in self._casts:
+            with contextlib.suppress(RuntimeError):
+                work.wait(timedelta(seconds=max(end - time.perf_counter(), 0.001)))
+        if all(work.is_completed() for work in self._casts):
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._group))
+            with contextlib.suppress(Exception):  # the trainer may have destroyed all groups before
                 dist.destroy_process_group(self._group)
-        except Exception as error:
-            log.debug("the group did not close cleanly: %s", error)
 
     def _cast(self, vector: Vector) -> tuple[Any, Tensor]:
         import torch

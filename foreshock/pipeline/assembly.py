@@ -23,6 +23,8 @@ class Assembler:
         self._members: frozenset[int] = frozenset()
         self.table = ""
         self.waiting: dict[int, dict[int, SignalFrame]] = {}
+        self.early: list[SignalFrame] = []
+        """Frames of the timeline after a rewind, from ranks that were quicker than the last word of its being applied."""
         self.seen: dict[int, int] = {}
         self.closed = -1
         self.dropped = 0
@@ -31,12 +33,16 @@ class Assembler:
     def start(self, attempt: int, ranks: tuple[int, ...], table: str, timeline: int, step: int) -> None:
         self.attempt, self.ranks, self.table = attempt, ranks, table
         self._members = frozenset(ranks)
-        self.seen = {}
+        self.seen, self.early = {}, []
         self.rewind(timeline, step)
 
     def rewind(self, timeline: int, step: int) -> None:
         """From now on only frames of `timeline` from `step` on count."""
         self.timeline, self.closed, self.waiting = timeline, step - 1, {}
+        held, self.early = self.early, []
+        for frame in held:  # the next frame closes what is complete
+            if frame.timeline == timeline and frame.step > self.closed:
+                self.waiting.setdefault(frame.step, {})[frame.rank] = frame
 
     def add(self, frame: SignalFrame) -> list[ClosedStep]:
         """The steps that this frame closes, oldest first."""
@@ -49,6 +55,9 @@ class Assembler:
         if last >= 0:
             self.gaps += frame.seq - last - 1
         self.seen[frame.rank] = frame.seq
+        if frame.timeline == self.timeline + 1 and len(self.early) < AHEAD * len(self.ranks):
+            self.early.append(frame)
+            return []
         if frame.timeline != self.timeline or frame.step <= self.closed:
             self.dropped += 1
             return []
@@ -79,6 +88,7 @@ class Assembler:
             "closed": self.closed,
             "dropped": self.dropped,
             "gaps": self.gaps,
+            "early": [f.to_bytes().hex() for f in self.early],
             "waiting": [f.to_bytes().hex() for step in self.waiting.values() for f in step.values()],
         }
 
@@ -88,6 +98,7 @@ class Assembler:
         self.ranks = tuple(state["ranks"])
         self._members = frozenset(self.ranks)
         self.seen = {int(k): v for k, v in state["seen"].items()}
+        self.early = [SignalFrame.from_bytes(bytes.fromhex(text)) for text in state["early"]]
         self.waiting = {}
         for text in state["waiting"]:
             frame = SignalFrame.from_bytes(bytes.fromhex(text))

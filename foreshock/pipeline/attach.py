@@ -37,7 +37,7 @@ class NoLink:
 
     def __init__(self, reason: str) -> None:
         self.failure: str | None = reason
-        self.acting, self.kept = False, set[str]()
+        self.acting, self.refusal, self.kept = False, str(reason), set[str]()
         self.welcome = Welcome(0)
         self.on_command: OnCommand = lambda command: None
 

@@ -24,7 +24,7 @@ Deliver = Callable[[Sequence[tuple[int, Event]]], int]
 
 JOBS = 256
 BATCH = 256
-RETRY = 0.2, 5.0
+RETRY = 0.2, 2.0
 """Seconds between tries: the first wait, doubled up to the last."""
 SYNC_SECONDS = 30.0
 
@@ -164,8 +164,10 @@ class Emitter:
             while self._events and self._events[0][0] <= done:
                 self._events.popleft()
         self._last = time.monotonic()
-        self._next, self._wait = self._last + self._linger, RETRY[0]
-        return not batch or done >= batch[0][0]
+        brought = not batch or done >= batch[0][0]
+        self._next = self._last + (self._linger if brought else max(self._linger, RETRY[0]))
+        self._wait = RETRY[0]
+        return brought
 
     def _flush(self, until: float) -> None:
         """Sync: hand on everything, waiting for a hub that is away, but not for ever.

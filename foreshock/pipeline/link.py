@@ -39,6 +39,11 @@ class Link(Protocol):
         ...
 
     @property
+    def refusal(self) -> str | None:
+        """Why a command is refused rather than kept waiting: the hub itself said that nobody acts."""
+        ...
+
+    @property
     def kept(self) -> set[str]:
         """The recovery points that must stay on disk, as last heard."""
         ...
@@ -76,6 +81,10 @@ class LocalLink:
     @property
     def acting(self) -> bool:
         return self.shell.acting
+
+    @property
+    def refusal(self) -> str | None:
+        return None if self.acting else "the mode was lowered, or the hub has failed"
 
     @property
     def kept(self) -> set[str]:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("foreshock")
 GROUP = "foreshock.mechanisms"
+FEW = 4
+"""Ranks up to which each measures every layer's kernel."""
 
 
 @dataclass
@@ -33,7 +35,10 @@ class Attached:
 
 
 class Attach(Protocol):
-    """Discovers and hooks on the model of data-parallel rank `rank` of `world`, which deal the work."""
+    """Discovers and hooks on the model of data-parallel rank `rank` of `world`, which deal the work.
+
+    Every mechanism accepts both keywords; its keys are the same on every rank.
+    """
 
     def __call__(
         self,
@@ -92,8 +97,10 @@ def _attach_attention(
         return Attached(limits=[f"attention is not watched: {unknown}"])
     interceptor = Interceptor(found)
     spectrum = UpdateSpectrum(found, rank=rank, world=world, masters=masters)
+    # Beyond a few ranks their scores are averaged (`Detectors`), and a mean dilutes one bad rank: then one measures.
+    source = SourceProbe(interceptor, found, rank=rank, world=world, copies=FEW if world <= FEW else 1)
     return Attached(
-        probes=[SourceProbe(interceptor, found, rank=rank, world=world), spectrum],
+        probes=[source, spectrum],
         interceptor=interceptor,
         layers=tuple(site.layer for site in found),
         limits=list(spectrum.limits),

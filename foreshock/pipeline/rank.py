@@ -36,6 +36,7 @@ from foreshock.pipeline.events import (
 from foreshock.pipeline.link import LocalLink
 from foreshock.pipeline.mechanisms import installed
 from foreshock.policies.models import Mode
+from foreshock.remediation.commit import Unconfirmed
 from foreshock.remediation.types import Command
 from foreshock.signals import SignalFrame, SignalTable
 
@@ -203,7 +204,13 @@ class Watch:
             self._measure(loss, grad_norm, seq)
         except Exception as error:
             self._give_up(f"watch.step failed: {type(error).__name__}: {error}")
-        verdict = self._act(seq)
+        try:
+            verdict = self._act(seq)
+        except Unconfirmed:
+            raise
+        except Exception as error:
+            self._give_up(f"watch.step failed: {type(error).__name__}: {error}")
+            verdict = Verdict(self._next, self._stopped)
         self._spent[0] += time.perf_counter() - began
         return verdict
 
@@ -276,13 +283,13 @@ class Watch:
 
     def _act(self, seq: int) -> Verdict:
         """Vote, apply what all ranks agreed on, and get ready for the next step. On every rank, whatever failed before."""
-        acting = self._link.acting
-        number = self._agreement.decide(seq, acting)
-        applied, rewound = (), False  # type: tuple[str, ...], bool
+        number = self._agreement.decide(seq, self._link.acting)
+        applied: tuple[str, ...] = ()
+        rewound = False
         if number is not None:
             applied, rewound = self._apply(*self._held.pop(number))
         else:
-            self._let_go(acting)
+            self._let_go(self._link.refusal)
         if self._agreement.disabled is not None and not self._left:
             self._left = True
             log.error("NOT ACTING for the rest of this attempt: %s", self._agreement.disabled)
@@ -311,17 +318,15 @@ class Watch:
         self._answer(command.id, "applied", done.detail, at)
         return tuple(done.detail), done.rewound_to is not None
 
-    def _let_go(self, acting: bool) -> None:
+    def _let_go(self, refusal: str | None) -> None:
         """Drop what can no longer be decided; refuse what nobody may apply any more."""
         for number, (command, _) in list(self._held.items()):
-            if not acting:
+            if refusal is not None:
                 self._agreement.withdraw(number)
             if not self._agreement.wanted(number):
                 del self._held[number]
-                if not acting:
-                    self._answer(
-                        command.id, "refused", {"reason": "the mode was lowered, or the hub is away"}
-                    )
+                if refusal is not None:
+                    self._answer(command.id, "refused", {"reason": refusal})
 
     def _answer(self, command: str, result: str, detail: dict[str, Any], step: int | None = None) -> None:
         ack = Ack(time.time(), command, self.place.rank, result, self._next if step is None else step, detail)

@@ -123,10 +123,7 @@ class Shell:
         with self._lock:
             if self.failure is None or self.unaudited:
                 self._submit(event)
-            now = time.monotonic()
-            if self._store is not None and self.failure is None and now - self._polled >= POLL_SECONDS:
-                self._polled = now
-                self._read_inbox()
+            self._listen()
 
     def deliver(self, events: Iterable[tuple[Event, Mapping[str, int]]]) -> None:
         """Handle events in order, and commit them with how far each source now is: they may be acknowledged then.
@@ -138,6 +135,7 @@ class Shell:
                 self._delivered.update(sources)
                 self._fresh.update(sources)
                 self.submit(event)
+            self._listen()
             if self._buffer and not self.unaudited:
                 try:
                     self._commit([], status="running" if self.failure is None else "failed")
@@ -247,6 +245,13 @@ class Shell:
                 log.warning(
                     "%s%s", "UNAUDITED (the disk cannot be written): " if self.unaudited else "", effect.text
                 )
+
+    def _listen(self) -> None:
+        """Look, not too often, whether a person left a request."""
+        now = time.monotonic()
+        if self._store is not None and self.failure is None and now - self._polled >= POLL_SECONDS:
+            self._polled = now
+            self._read_inbox()
 
     def _read_inbox(self) -> None:
         """Each request is taken and journalled in one transaction: answered once, and never lost."""

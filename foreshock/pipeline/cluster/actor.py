@@ -9,13 +9,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from foreshock.pipeline import logs
+from foreshock.pipeline.assembly import AHEAD
 from foreshock.pipeline.cluster.metrics import Metrics
 from foreshock.pipeline.cluster.wire import Batch, Item, Reply, unpack
 from foreshock.pipeline.events import Event, Frames, Hello, PolicyLoaded
@@ -27,6 +31,9 @@ log = logging.getLogger("foreshock")
 NAMESPACE, PREFIX = "foreshock", "hub-"
 IDLE_SECONDS = 600.0
 START_SECONDS = 60.0
+TAKE_UP_SECONDS = 20.0
+LATE_SECONDS = 4.0
+"""So long the frames of other ranks wait for a rank that is far behind: longer than it needs to try again."""
 
 
 class HubActor:
@@ -42,7 +49,9 @@ class HubActor:
         self._waiting: list[tuple[Batch, asyncio.Future[Reply]]] = []
         self._pump: asyncio.Task[None] | None = None
         self._present: set[int] = set()
-        self._heard = time.monotonic()
+        self._heard = self._since = time.monotonic()
+        self._behind = -1
+        """How far the slowest rank is, and has been `_since`."""
         self._ended: dict[str, Any] = {}
         """The last status of a record that is closed."""
         logs.configure()
@@ -65,9 +74,12 @@ class HubActor:
     async def begin(self, nonce: str, ranks: int) -> dict[str, Any]:
         """A new attempt of `ranks` ranks: its number and what stands. The same `nonce`, the same answer."""
         self._heard = time.monotonic()
-        if self._shell is not None and self._shell.failure is not None:
-            self._close()  # what failed may be over: a new attempt tries again
         shell = self._shell = self._shell or self._open()
+        while shell.failure is not None and time.monotonic() - self._heard < TAKE_UP_SECONDS:
+            # What failed may be over, or is about to be: the hub of an attempt that was killed lives on for seconds.
+            self._close()
+            await asyncio.sleep(0.5)
+            shell = self._shell = self._open()
         self._attempt = logs.context["attempt"] = shell.begin(nonce)
         self._present = set(range(ranks))
         return {
@@ -116,29 +128,60 @@ class HubActor:
         frames = sum(isinstance(item, bytes) for b in mine for items in b.items.values() for _, item in items)
         logs.context["step"] = shell.hub.step
         self._metrics.turn(shell.hub, frames, time.perf_counter() - began)
-        if not self._present:
+        if not self._present and any(batch.leaving for batch in mine):
             self._close()
 
     def _in_order(self, shell: Shell, batches: Iterable[Batch]) -> Iterator[tuple[Event, dict[str, int]]]:
-        """Each batch's new events, with frames of all batches gathered into one event as far as order allows."""
+        """The new events, with frames of all batches gathered into one event as far as order allows.
+
+        Frames that are far before those of another rank are left with their rank, which hands them in again: taken
+        now, they would close steps without the other, whose own frames then came too late.
+        """
+        queues = [(source, deque(items)) for batch in batches for source, items in batch.items.items()]
         frames: list[SignalFrame] = []
         reached: dict[str, int] = {}
-        for source, items in (pair for batch in batches for pair in batch.items.items()):
-            done = max(shell.delivered.get(source, 0), reached.get(source, 0))
-            fresh = [(number, item) for number, item in items if number > done]
-            if fresh and not self._greeted(shell) and not _greets(fresh[0][1]):
-                continue  # until the attempt's Hello was heard, only those who bring it are
-            for number, item in fresh:
-                if isinstance(item, bytes):
-                    frames.append(SignalFrame.from_bytes(item))
-                    reached[source] = number
-                    continue
-                if frames:
-                    yield Frames(time.time(), tuple(frames)), reached
-                    frames, reached = [], {}
-                yield unpack(item), {source: number}
+        newest, greeted, moved = dict(shell.hub.assembler.seen), self._greeted(shell), True
+        while moved:
+            moved, limit = False, self._limit(shell, newest)
+            for source, items in queues:
+                done = max(shell.delivered.get(source, 0), reached.get(source, 0))
+                while items:
+                    number, item = items[0]
+                    if number > done:
+                        if not greeted and not _greets(item):
+                            break  # until the attempt's Hello was heard, only those who bring it are
+                        if isinstance(item, bytes):
+                            frame = SignalFrame.from_bytes(item)
+                            if frame.seq > limit:
+                                break
+                            frames.append(frame)
+                            newest[frame.rank], reached[source] = frame.seq, number
+                        else:
+                            if frames:
+                                yield Frames(time.time(), tuple(frames)), reached
+                                frames, reached = [], {}
+                            yield unpack(item), {source: number}
+                            if item[0] == Hello.__name__:
+                                newest, greeted = {}, self._greeted(shell)
+                                if not self._present:  # a hub that died before it heard this
+                                    self._present = set(item[1]["ranks"])
+                                limit = self._limit(shell, newest)
+                        moved = True
+                    items.popleft()
         if frames:
             yield Frames(time.time(), tuple(frames)), reached
+        if not any(items for _, items in queues):
+            self._since = time.monotonic()
+
+    def _limit(self, shell: Shell, newest: dict[int, int]) -> float:
+        """The number of the newest frame that may be taken now, of any rank."""
+        ranks = shell.hub.assembler.ranks
+        behind = min((newest.get(rank, -1) for rank in ranks if rank in self._present), default=None)
+        if behind is None:
+            return math.inf
+        if behind != self._behind:
+            self._behind, self._since = behind, time.monotonic()
+        return math.inf if time.monotonic() - self._since > LATE_SECONDS else behind + AHEAD
 
     def _greeted(self, shell: Shell) -> bool:
         hello = shell.hub.hello
@@ -203,8 +246,12 @@ def name_of(directory: Path) -> str:
 def launch(directory: Path, run: str, kind: type = HubActor, **options: Any) -> Any:
     """The handle of the run's hub, which is started if there is none; on this node, where the directory is.
 
-    Raises what Ray raises where it cannot be started, also when it does not answer within `START_SECONDS`.
+    Raises what Ray raises where it cannot be started, and TimeoutError after `START_SECONDS`.
     """
+    return within(START_SECONDS, lambda: _launch(directory, run, kind, options))
+
+
+def _launch(directory: Path, run: str, kind: type, options: dict[str, Any]) -> Any:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -222,7 +269,26 @@ def launch(directory: Path, run: str, kind: type = HubActor, **options: Any) -> 
 
 
 def find(directory: Path) -> Any:
-    """The handle of the run's hub. Raises ValueError where there is none."""
+    """The handle of the run's hub. Raises ValueError where there is none, TimeoutError after `START_SECONDS`."""
+    return named(name_of(directory))
+
+
+def named(name: str) -> Any:
+    """One of our actors by its name; raises as `find`."""
     import ray
 
-    return ray.get_actor(name_of(directory), namespace=NAMESPACE)
+    return within(START_SECONDS, lambda: ray.get_actor(name, namespace=NAMESPACE))
+
+
+def within(seconds: float, call: Callable[[], Any]) -> Any:
+    """What `call` returns or raises, or TimeoutError: calls to a Ray whose head hangs never come back."""
+    answer: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="foreshock-ray-call", daemon=True).start()
+    return answer.result(seconds)

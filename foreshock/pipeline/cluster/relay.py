@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from foreshock.pipeline.assembly import AHEAD
+from foreshock.pipeline.cluster.actor import NAMESPACE, named
 from foreshock.pipeline.cluster.wire import Batch, Item, Reply
 from foreshock.pipeline.place import Meeting, Place
 from foreshock.signals import SignalFrame, combine
@@ -181,7 +182,7 @@ def node_line(hub: Any, place: Place, meeting: Meeting, attempt: int) -> tuple[A
         relay = (
             ray.remote(Relay)
             .options(
-                name=name, namespace="foreshock", num_cpus=0, max_restarts=-1, max_task_retries=0, max_concurrency=1000,
+                name=name, namespace=NAMESPACE, num_cpus=0, max_restarts=-1, max_task_retries=0, max_concurrency=1000,
                 scheduling_strategy=here,
             )
             .remote(hub, attempt, range(first, first + size))
@@ -190,7 +191,7 @@ def node_line(hub: Any, place: Place, meeting: Meeting, attempt: int) -> tuple[A
         _KEPT.append(relay)
         meeting.say(key, {"name": name})
     else:
-        relay = ray.get_actor(meeting.hear(key)["name"], namespace="foreshock")
+        relay = named(meeting.hear(key)["name"])
     return relay, tuple(range(0, place.world, size))
 
 

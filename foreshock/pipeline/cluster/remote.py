@@ -26,6 +26,7 @@ class RemoteLink:
         self.failure: str | None = None
         self.on_command: OnCommand = lambda command: None
         self.acting, self.kept = False, set[str]()
+        self.refusal: str | None = None
         self._actor, self._rank = actor, rank
         self._source = f"{welcome.attempt}/{rank}"
         self._facts: dict[str, Any] | None = None
@@ -36,6 +37,7 @@ class RemoteLink:
         facts, self._facts = self._facts, None
         reply = self._ask(Batch(self.welcome.attempt, items, facts), ANSWER_SECONDS)
         self.failure, self.acting, self.kept = reply.failure, reply.acting, set(reply.kept)
+        self.refusal = None if reply.acting else reply.failure or "the mode was lowered"
         self.on_command(None if reply.command is None else Command.from_json(reply.command))
         return reply.acked.get(self._source, 0)
 
@@ -77,6 +79,7 @@ class RemoteLink:
         return reply
 
     def _say_away(self, error: Exception) -> None:
+        """Until it answers again nothing is applied, and nothing refused: a hub that restarts finds its command waiting."""
         self.acting = False
         if not self._away:
             self._away = True

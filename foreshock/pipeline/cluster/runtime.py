@@ -1,9 +1,9 @@
 """A Ray connection for this rank: the one that the process already has, or a small Ray runtime beside the job.
 
-A rank becomes a Ray driver, and Ray has no regard for a process that does something else for a living. So (measured,
-Ray 2.60): drivers end their process 60 s after the GCS is gone, unless told to wait; Ray replaces the handler of SIGTERM
-when started from the main thread; its processes die with the *thread* that started them; and a shutdown waits for ever
-for a GCS that hangs. Hence one thread of ours owns the connection from first to last, and nobody waits for it unbounded.
+A rank becomes a Ray driver, and Ray does not expect a driver to have another life. So (measured, Ray 2.60): a driver ends
+its process 60 s after the GCS is gone, unless it is told to wait; its signal handler takes the place of the trainer's, so
+that a SIGTERM no longer saves a checkpoint; Ray's processes die with the *thread* that started them; calls to a GCS that
+hangs never return. Hence `_environment`, and one thread that owns the connection and for which nobody waits unbounded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 from foreshock.pipeline.place import Meeting, Place
@@ -30,12 +29,14 @@ log = logging.getLogger("foreshock")
 
 CLOSE_SECONDS = 10.0
 STORE_BYTES = 80 * 1024**2
-"""Ray's object store would otherwise take a third of the memory; the hub hardly uses it, and 75 MB is Ray's least."""
+"""Of Ray's object store, which the hub hardly uses and Ray would give a third of the memory; 75 MB is the least."""
 PATIENT = {"RAY_gcs_rpc_server_reconnect_timeout_s": str(10**9)}
 AUTH = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+DIRECTORY = f"{os.environ.get('RAY_TMPDIR', '/tmp')}/foreshock-{os.getuid()}"
+"""Apart from the user's own Ray, which takes an address noted in its directory for its own. Short: sockets live here."""
 _JOIN = """
 import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG: end with the rank, and survive the exec
+ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG: end with the rank; it survives the exec
 if os.getppid() == int(sys.argv[1]):
     os.execv(sys.executable, [sys.executable, "-m", "ray.scripts.scripts", "start", *sys.argv[2:]])
 """
@@ -46,7 +47,7 @@ class NoRuntime(RuntimeError):
 
 
 class Runtime:
-    """A connection to Ray at `address`; what of it this process started ends with `close`."""
+    """A connection to Ray at `address`. What this process started for it ends with `close`."""
 
     def __init__(self, place: Place, meeting: Meeting, timeout: float) -> None:
         self.address = ""
@@ -54,25 +55,22 @@ class Runtime:
         self._deadline = time.monotonic() + timeout
         self._owner: _Owner | None = None
         self._node: subprocess.Popen[bytes] | None = None
-        self._guests: range | tuple[()] = ()
-        """Ranks that live on what this process started."""
+        self._guests = range(0)  # ranks that live on what this process started
 
     def lead(self) -> None:
         """Rank 0: finds or starts the runtime, and tells the others."""
         word: dict[str, Any] = {"node": self._place.node, "ours": False, "environment": {}}
         with self._told("runtime", word):
-            if _connected():
-                pass
-            elif os.environ.get("RAY_ADDRESS"):
+            if not _connected() and os.environ.get("RAY_ADDRESS"):
                 self._init({}, address=os.environ["RAY_ADDRESS"])
-            else:
+            elif not _connected():
                 if not any(os.environ.get(name) for name in AUTH):
                     # A token of the job's own: it needs no home directory, and it reaches the other nodes.
-                    word["environment"] = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+                    word["environment"] = dict(zip(AUTH, ("token", secrets.token_hex(32)), strict=False))
                 word["ours"], self._guests = True, range(1, self._place.world)
                 self._init(
                     word["environment"], address="local", num_cpus=0, num_gpus=0, include_dashboard=False,
-                    object_store_memory=STORE_BYTES, _temp_dir=_directory(),
+                    object_store_memory=STORE_BYTES, _temp_dir=DIRECTORY,
                 )  # fmt: skip
             self.address = word["address"] = _address()
 
@@ -85,32 +83,30 @@ class Runtime:
                 raise NoRuntime(
                     f"this process uses Ray at {_address()}, but rank 0 at {self.address}: use one"
                 )
-        elif not word["ours"] or place.node == word["node"]:
-            self._init(environment, address=self.address)
-        elif place.local_rank > 0:
-            self._hear(node)
-            self._init(environment, address=self.address)
-        else:
+        elif word["ours"] and place.node != word["node"] and place.local_rank == 0:
             with self._told(node, {}):
                 self._join(environment)
                 self._init(environment, address=self.address)
+        else:
+            if word["ours"] and place.node != word["node"]:
+                self._hear(node)
+            self._init(environment, address=self.address)
 
     def close(self) -> None:
-        """Leaves, after the ranks that need what was started here. Bounded, and never raises."""
-        with suppress(Exception):
-            self._deadline = time.monotonic() + CLOSE_SECONDS
-            for rank in self._guests if self._owner is not None else ():
-                self._hear(f"runtime/left/{rank}")
-        if self._owner is not None and not self._owner.close():
-            log.warning("Ray did not shut down within %.0f s; it ends with this process", CLOSE_SECONDS)
-        if self._node is not None:
-            self._node.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                self._node.wait(CLOSE_SECONDS)
-            self._node.kill()
+        """Leaves, after the ranks that live on what was started here. Bounded, and never raises."""
+        self._deadline = time.monotonic() + CLOSE_SECONDS
         with suppress(Exception), self._told(f"runtime/left/{self._place.rank}", {}):
+            with suppress(Exception):
+                for rank in self._guests if self._owner is not None else ():
+                    self._hear(f"runtime/left/{rank}")
             if self._owner is not None:
+                self._owner.close()
                 _read_settings()
+            if self._node is not None:
+                self._node.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    self._node.wait(CLOSE_SECONDS)
+                self._node.kill()
         self._owner, self._node = None, None
 
     def _init(self, environment: dict[str, str], **options: Any) -> None:
@@ -125,7 +121,7 @@ class Runtime:
                     raise NoRuntime(
                         f"`ray start` ended with {self._node.returncode} on node {self._place.node}"
                     )
-                if self._left() <= 0:
+                if not self._left():
                     raise NoRuntime("Ray did not answer in time")
         if self._owner.failure is not None:
             raise self._owner.failure
@@ -134,12 +130,12 @@ class Runtime:
         """Never `ray stop` afterwards: that ends every Ray of this user on the machine."""
         command = [
             sys.executable, "-c", _JOIN, str(os.getpid()), "--address", self.address, "--num-cpus", "0", "--num-gpus",
-            "0", "--object-store-memory", str(STORE_BYTES), "--temp-dir", _directory(), "--block",
+            "0", "--object-store-memory", str(STORE_BYTES), "--temp-dir", DIRECTORY, "--block",
         ]  # fmt: skip
         quiet, variables = subprocess.DEVNULL, {**os.environ, **PATIENT, **environment}
         self._node = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, env=variables)
-        first = self._place.rank
-        self._guests = range(first + 1, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        first, ranks = self._place.rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._guests = range(first + 1, first + ranks)
 
     @contextmanager
     def _told(self, key: str, word: dict[str, Any]) -> Iterator[None]:
@@ -165,7 +161,7 @@ class Runtime:
 
 
 class _Owner(threading.Thread):
-    """Connects, stays as long as the connection, and leaves: Ray's processes end with the thread that started them."""
+    """Connects, stays as long as the connection, and leaves."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         super().__init__(name="foreshock-ray", daemon=True)
@@ -176,31 +172,29 @@ class _Owner(threading.Thread):
     def run(self) -> None:
         import ray
 
-        ray_log = logging.getLogger("ray")
-        level = ray_log.level
         try:
-            ray_log.setLevel(logging.ERROR)
             ray.init(namespace="foreshock", log_to_driver=False, configure_logging=False, **self._options)
         except Exception as error:
             self.failure = error
             return
         finally:
-            ray_log.setLevel(level)
             self.tried.set()
         self._leave.wait()
         with suppress(Exception):
             ray.shutdown()
 
-    def close(self) -> bool:
+    def close(self) -> None:
         import ray
 
         self._leave.set()
         self.join(CLOSE_SECONDS)
+        if self.is_alive() and self._options["address"] == "local":
+            with suppress(Exception):  # the head hangs, and it is ours: without it the others get away too
+                ray._private.worker._global_node.all_processes["gcs_server"][0].process.kill()
+        self.join(2 * CLOSE_SECONDS)
         if self.is_alive():
-            atexit.unregister(
-                ray.shutdown
-            )  # it would wait for the same once more, and hold up the process's end
-        return not self.is_alive()
+            log.warning("Ray at %s hangs and could not be left", self._options["address"])
+            atexit.unregister(ray.shutdown)  # it would hang as well, and the end of the process with it
 
 
 def connect(place: Place, meeting: Meeting, timeout: float = 60.0) -> Runtime:
@@ -220,17 +214,21 @@ def connect(place: Place, meeting: Meeting, timeout: float = 60.0) -> Runtime:
 
 @contextmanager
 def _environment(changes: dict[str, str]) -> Iterator[None]:
-    """Ray reads its settings under `changes`; the process's environment and hooks stay as they were."""
+    """Ray starts under `changes`, without its warnings; what it changes in this process is put back afterwards."""
     before, hook, on_term = dict(os.environ), sys.excepthook, signal.getsignal(signal.SIGTERM)
     os.environ.update(changes)
+    _read_settings()
+    ray_log = logging.getLogger("ray")
+    level = ray_log.level
+    ray_log.setLevel(logging.ERROR)
     try:
-        _read_settings()
         yield
     finally:
         for name in set(os.environ) - set(before):
             del os.environ[name]
         os.environ.update(before)
         sys.excepthook = hook
+        ray_log.setLevel(level)
         if on_term is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_term)
 
@@ -251,8 +249,3 @@ def _address() -> str:
     import ray
 
     return str(ray.get_runtime_context().gcs_address)
-
-
-def _directory() -> str:
-    """Apart from the user's own Ray, which would take an address noted there for its own. Short: sockets live there."""
-    return str(Path(os.environ.get("RAY_TMPDIR", "/tmp")) / f"foreshock-{os.getuid()}")
