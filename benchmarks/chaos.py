@@ -28,9 +28,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # before Ray is imported: it looks once
-
 HERE = Path(__file__).resolve().parent.parent
 FILE = HERE / "evidence" / "chaos.json"
 sys.path.insert(0, str(HERE / "tests"))
@@ -67,7 +64,12 @@ class Ranks:
             port = free.getsockname()[1]
         ranks = [[]] if driver else [[str(rank)] for rank in range(WORLD)]
         given = json.dumps(asdict(self.job))
-        environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        environment = {
+            "OMP_NUM_THREADS": "1",
+            **os.environ,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
         self.processes = []
         for rank in ranks:
             with self._log("-".join([self.job.out, *rank])).open("wb") as log:
@@ -124,6 +126,7 @@ class Ranks:
 @contextmanager
 def cluster() -> Iterator[str]:
     """A Ray of our own for the time being, in a process of its own; its address."""
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # before Ray is imported: it looks once
     code = (
         "import ray, time; ray.init(address='local', num_cpus=4, include_dashboard=False, log_to_driver=False,"
         "object_store_memory=80 * 1024**2); print(ray.get_runtime_context().gcs_address, flush=True); time.sleep(1e6)"

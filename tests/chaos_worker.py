@@ -104,10 +104,10 @@ class Doomed(HubActor):
         times: int = 1,
     ) -> None:
         hub.SNAPSHOT_EVERY = 20
-        self._point, self._left = point, nth
         self._deaths = Path(f"{directory}.deaths")
-        if point and (not self._deaths.exists() or len(self._deaths.read_text()) < times):
-            self._arm()
+        died = len(self._deaths.read_text()) if self._deaths.exists() else 0
+        self._point, self._left = point if died < times else "", nth
+        self._arm()
         super().__init__(directory, run, idle)
 
     def _arm(self) -> None:

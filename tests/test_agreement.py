@@ -255,3 +255,11 @@ def test_alone() -> None:
     assert not alone.offer(1)
     assert not alone.wanted(1)
     alone.close()
+
+
+def test_a_rank_without_its_group_decides_nothing() -> None:
+    alone = Alone("no group")
+    assert not alone.offer(1)
+    alone.prepared(1, expires=99)
+    assert alone.decide(5, acting=True) is None
+    assert alone.disabled == "no group"

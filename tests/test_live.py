@@ -306,3 +306,11 @@ def test_verification_waits_then_counts():
     assert judge([9.0] * 300) == ("failed", 132)
     assert judge([float("nan")] * 300) == ("inconclusive", 300)
     assert judge([1.0 if c % 16 else 9.0 for c in range(300)]) is not None
+
+
+@pytest.mark.parametrize("phase", range(4))
+def test_a_signal_measured_every_fourth_step_is_judged_whenever_the_command_was_applied(phase):
+    values = [1.0 if clock % 4 == phase else float("nan") for clock in range(101, 400)]
+    verdict, clock = judge(values)
+    assert verdict == "recovered"
+    assert clock <= 132 + 3

@@ -29,12 +29,12 @@ late to a vote (it saved a checkpoint) while the others are busy elsewhere, and 
 
 
 class Alone:
-    """One rank decides by itself, in any step."""
+    """One rank decides by itself, in any step; or nothing, where it has peers and no group (`disabled` says why)."""
 
     vote_seconds = 0.0
 
-    def __init__(self) -> None:
-        self._voter = Voter()
+    def __init__(self, disabled: str | None = None) -> None:
+        self._voter = Voter(disabled=disabled)
         self._lock = threading.Lock()
 
     @property
@@ -83,18 +83,17 @@ class Group(Alone):
         self._group, self._bounds, self._closed = group, bounds, False
         self._vote: tuple[Any, Tensor] | None = None
         self._casts: list[Any] = []
-        self.vote_seconds = 0.0
         # The end of a gloo group waits for its operations, also at exit. It lives until `close` finds none.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
     @classmethod
-    def open(cls, attempt: int, timeout: float = 60.0, bounds: tuple[float, float] = BOUNDS) -> Self:
+    def open(cls, name: str, timeout: float = 60.0, bounds: tuple[float, float] = BOUNDS) -> Self:
         """Make the group: a collective over the default one. Raises what torch raises after `timeout` seconds."""
         import torch.distributed as dist
         from torch.distributed.distributed_c10d import _set_pg_timeout
 
-        name = f"foreshock attempt {attempt}"
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout), group_desc=name)
+        described = f"foreshock {name}"
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout), group_desc=described)
         _set_pg_timeout(timedelta(seconds=SKEW), group)
         return cls(group, bounds)
 

@@ -104,9 +104,10 @@ def _join(mine: Attached) -> Attached:
         return mine
     if mine.allow is Mode.ENFORCE and place.world > 1:
         try:
-            mine.agreement = Group.open(0)
+            mine.agreement = Group.open(meeting.nonce)
         except Exception as error:
-            log.error("NOT ACTING: the group in which ranks agree could not be opened: %s", error)
+            # By itself a rank would apply what the others do not.
+            mine.agreement = Alone(f"the group in which ranks agree could not be opened: {error}")
     try:
         mine.link = _line(mine, meeting)
         mine.remote = True

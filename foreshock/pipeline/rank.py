@@ -225,6 +225,7 @@ class Watch:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._agreement.close()  # first: its last word ends the others' wait
         try:
             if self._points is not None:
                 self._points.close()
@@ -325,7 +326,7 @@ class Watch:
                 self._agreement.withdraw(number)
             if not self._agreement.wanted(number):
                 del self._held[number]
-                if refusal is not None:
+                if refusal is not None and self._agreement.disabled is None:
                     self._answer(command.id, "refused", {"reason": refusal})
 
     def _answer(self, command: str, result: str, detail: dict[str, Any], step: int | None = None) -> None:

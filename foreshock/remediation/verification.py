@@ -38,11 +38,14 @@ class Verification:
     """The clock and the trainer's step at which the command was applied."""
     checks: list[bool] = field(default_factory=list)
     worst: str = ""
+    due: int = 0
+    """The clock of the next check; where nothing was measured then, the next time that something is."""
 
     def update(self, clock: int, current: Reference) -> tuple[str, str] | None:
         """Look at the newest values; (verdict, reason) when the judgement is in, else None.
 
-        `current` maps signal names to (value, ignored). A check in which no signal was measured does not count.
+        `current` maps signal names to (value, ignored). A check waits for a step
+        in which a signal is measured: the two cadences need not have a phase in common.
         """
         waited = clock - self.started
         c = self.criteria
@@ -50,7 +53,7 @@ class Verification:
             return "inconclusive", f"no verdict after {c.timeout} steps" + (
                 f"; last outside: {self.worst}" if self.worst else ""
             )
-        if waited < c.initial_delay or (waited - c.initial_delay) % c.interval:
+        if waited < c.initial_delay or clock < self.due:
             return None
         scores = {
             name: abs(current[name][0] - level) / max(deviation, 1e-12)
@@ -59,6 +62,7 @@ class Verification:
         }
         if not scores:
             return None
+        self.due = clock + c.interval
         name, score = max(scores.items(), key=lambda item: item[1])
         self.checks.append(score <= c.band)
         if score > c.band:

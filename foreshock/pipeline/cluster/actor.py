@@ -51,7 +51,7 @@ class HubActor:
         self._present: set[int] = set()
         self._heard = self._since = time.monotonic()
         self._behind = -1
-        """How far the slowest rank is, and has been `_since`."""
+        """How far the slowest rank is, and has been `_since` others wait for it."""
         self._ended: dict[str, Any] = {}
         """The last status of a record that is closed."""
         logs.configure()
@@ -170,8 +170,8 @@ class HubActor:
                     items.popleft()
         if frames:
             yield Frames(time.time(), tuple(frames)), reached
-        if not any(items for _, items in queues):
-            self._since = time.monotonic()
+        if limit < math.inf and not any(items for _, items in queues):
+            self._since = time.monotonic()  # nobody waits
 
     def _limit(self, shell: Shell, newest: dict[int, int]) -> float:
         """The number of the newest frame that may be taken now, of any rank."""
