@@ -94,28 +94,23 @@ def test_queues_and_memory_stay_bounded(dead, state):
 
 
 @pytest.mark.slow
-def test_a_silent_hub_holds_one_call_of_a_rank(dead):
-    """Each unanswered call stays in this process, with its frames, until the hub is dead."""
+@pytest.mark.xfail(strict=True, reason="RemoteLink._ask makes a new call after each timeout")
+def test_a_rank_has_at_most_one_call_at_a_silent_hub(dead, monkeypatch):
+    """An unanswered call stays in the rank's process, with its frames, until the hub is dead."""
     import ray
 
     live = dead("silent")
-    actor, calls = live._link._actor, []
+    actor, calls, asked = live._link._actor, [], []
 
     class Counted:
         def remote(self, batch):
             calls.append(actor.deliver.remote(batch))
             return calls[-1]
 
-    live._link._actor = type("Actor", (), {"deliver": Counted()})
-    asked = count_asks(live._link)
-    while asked() < 4:
+    ask = live._link._ask
+    monkeypatch.setattr(live._link, "_actor", type("Actor", (), {"deliver": Counted()}))
+    monkeypatch.setattr(live._link, "_ask", lambda *given: (asked.append(given), ask(*given))[1])
+    while len(asked) < 4:
         live.step(1.0, 1.0)
         time.sleep(0.001)
-    assert len(ray.wait(calls, num_returns=len(calls), timeout=0)[1]) == 1
-
-
-def count_asks(link):
-    """How often `link` waited for an answer."""
-    ask, asks = link._ask, []
-    link._ask = lambda *given: (asks.append(given), ask(*given))[1]
-    return lambda: len(asks)
+    assert sum(not ray.wait([call], timeout=0)[0] for call in calls) <= 1

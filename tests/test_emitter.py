@@ -10,11 +10,19 @@ from conftest import synthetic_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from foreshock.pipeline import emitter as room
 from foreshock.pipeline.emitter import JOBS, Emitter, Gone, Later
 from foreshock.pipeline.events import Announcement, Frames
 from foreshock.signals import SignalFrame
 
 TABLE = synthetic_table()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def impatient():
+    before, room.RETRY = room.RETRY, (0.001, 0.01)
+    yield
+    room.RETRY = before
 
 
 def frame(seq: int) -> Frames:
