@@ -17,8 +17,8 @@ demo: setup
 	$(BIN)/foreshock demo attention
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow"
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m slow -n 2 --dist load
 
 check: setup
 	$(BIN)/ruff check .

@@ -43,6 +43,7 @@ PATIENCE = 240.0
 """Seconds after which a scenario that stands still has failed; a machine with nothing else to do needs under 20."""
 
 
+STARTED: list[Ranks] = []
 HEADS: dict[str, int] = {}
 """The process that holds a cluster of ours, by the cluster's address."""
 
@@ -70,7 +71,8 @@ class Ranks:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-        self.processes = []
+        self.processes: list[subprocess.Popen[bytes]] = []
+        STARTED.append(self)
         for rank in ranks:
             with self._log("-".join([self.job.out, *rank])).open("wb") as log:
                 command = [sys.executable, str(WORKER), "driver" if driver else "rank", given, *rank]
@@ -109,8 +111,12 @@ class Ranks:
         return [p.returncode for p in self.processes]
 
     def kill(self) -> None:
+        """The processes, and what of Ray they have started."""
         for process in self.processes:
-            process.kill()
+            family = descendants(process.pid) if process.poll() is None else []
+            for pid in (process.pid, *family):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             process.wait()
 
     def _until(self, what: Callable[[], bool], name: str, done: bool = False) -> None:
@@ -150,24 +156,25 @@ def cluster() -> Iterator[str]:
         head.terminate()
         with suppress(subprocess.TimeoutExpired):
             head.wait(20)
-        for process in (head.pid, *family):
+        for pid in (head.pid, *family):
             with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
         head.wait()
 
 
 def descendants(pid: int, *names: str) -> list[int]:
-    """The processes that `pid` has started, directly or not; those whose command holds one of `names`."""
-    import psutil
-    import ray  # noqa: F401  (brings psutil along)
-
-    with suppress(psutil.NoSuchProcess):
-        return [
-            p.pid
-            for p in psutil.Process(pid).children(recursive=True)
-            if not names or any(n in " ".join(p.cmdline()[:1]) for n in names)
-        ]
-    return []
+    """The processes that `pid` has started, directly or not; those of one of `names`, if there are any."""
+    listing = subprocess.run(
+        ["ps", "-eo", "pid=,ppid=,comm="], capture_output=True, text=True, check=True
+    ).stdout
+    processes = [
+        (int(p), int(parent), name)
+        for p, parent, name in (line.split(None, 2) for line in listing.splitlines())
+    ]
+    family = {pid}
+    while more := {p for p, parent, _ in processes if parent in family} - family:
+        family |= more
+    return [p for p, _, name in processes if p in family - {pid} and (not names or name.strip() in names)]
 
 
 # -- what was left ------------------------------------------------------------------------------------------------
@@ -257,6 +264,16 @@ def hub_dies(address: str, place: Path, seed: int, point: str, times: int = 1) -
             f"exit {codes}, the hub died {died} times, applied {left['steps']}: {ranks.logs[-2000:]}"
         )
     return row(left, [ranks], wrong, nth=nth, died=died)
+
+
+def healed(directory: str) -> bool:
+    """Whether the record says that a command was applied on all ranks; the run may go on meanwhile."""
+    from foreshock.pipeline.store import RunStore
+
+    if not (Path(directory) / "audit.anchor").exists():
+        return False
+    with RunStore.open_readonly(Path(directory)) as store:
+        return any(record.kind == "command.applied" for record in store.audit())
 
 
 @contextmanager
@@ -363,8 +380,8 @@ def ray_dies(_: str, place: Path, seed: int) -> dict[str, Any]:
     """Every process of a Ray with a Ray Train job on it is killed; job and Ray are started again."""
     job = Job(str(place / "run"), "", seed=seed)
     with cluster() as address:
-        first = Ranks(replace(job, address=address), "1", driver=True)
-        first.reach(70)  # ONSET is at 30: healed, or just about to be
+        first = Ranks(replace(job, address=address, steps=NEVER), "1", driver=True)
+        first.wait(lambda: healed(job.directory), "the record of an application")
         family = descendants(HEADS[address])
         for process in family:
             with suppress(ProcessLookupError):
@@ -375,38 +392,42 @@ def ray_dies(_: str, place: Path, seed: int) -> dict[str, Any]:
         second = Ranks(replace(job, address=address), "2", driver=True)
         codes = second.end()
     left = record(job.directory)
-    wrong = [*faults(left, [second]), *([] if before["verified"] else ["the record was broken"])]
-    if left["attempts"] != [1, 2] or codes != [0]:
-        wrong.append(f"attempts {left['attempts']}, exit {codes}: {second.logs[-2000:]}")
+    wrong = [*faults(left, [first, second]), *([] if before["verified"] else ["the record was broken"])]
+    standing = [second.last(rank, "standing") for rank in range(WORLD)]
+    if left["attempts"] != [1, 2] or codes != [0] or left["issued"] != [1] or not all(standing):
+        wrong.append(f"attempts {left['attempts']}, exit {codes}, standing {standing}: {second.logs[-2000:]}")
     return row(left, [first, second], wrong)
 
 
-def ray_gone(_: str, place: Path, seed: int, patience: int = 0) -> dict[str, Any]:
-    """Ranks that started a Ray beside them, as under torchrun; its GCS and raylet are killed, and nobody starts them.
+def ray_gone(
+    _: str, place: Path, seed: int, *names: str, seconds: float, patience: int = 0
+) -> dict[str, Any]:
+    """Ranks that started a Ray beside them, as under torchrun; `names` of its processes are killed (none: all), for good.
 
-    With a `patience` of few seconds Ray ends the ranks, which is what happens to a process that has not told it to wait.
+    With a `patience` of few seconds Ray ends the ranks, as it does with a process that has not told it to wait.
     """
     job = Job(str(place / "run"), "", seed=seed, steps=NEVER, onset=NEVER, patience=patience, until_told=True)
     ranks = Ranks(job)
     ranks.reach(60)
-    for process in descendants(ranks.processes[0].pid, "gcs_server", "raylet"):
+    for process in descendants(ranks.processes[0].pid, *names):
         os.kill(process, signal.SIGKILL)
-    at, killed, wait = ranks.last(0, "step"), time.monotonic(), 4 * patience or SURVIVE
-    while time.monotonic() - killed < wait and all(p.poll() is None for p in ranks.processes):
+    at, killed = ranks.last(0, "step"), time.monotonic()
+    while time.monotonic() - killed < seconds and all(p.poll() is None for p in ranks.processes):
         time.sleep(0.1)
-    lived = round(time.monotonic() - killed, 1)
-    steps = ranks.last(0, "step") - at
+    more = {"lived": round(time.monotonic() - killed, 1), "steps_after": ranks.last(0, "step") - at}
     Path(f"{ranks.job.out}.stop").touch()
     told, codes = time.monotonic(), ranks.end()
-    more = {"lived": lived, "steps_after": steps, "leaving": round(time.monotonic() - told, 1), "exit": codes}
+    more["leaving"] = round(time.monotonic() - told, 1)
     left = record(job.directory)
     if patience:
-        wrong = [] if 0 not in codes and left["verified"] else [f"they were not ended: {codes}"]
+        wrong = [] if 0 not in codes and left["verified"] else ["they were not ended"]
     else:
-        wrong = faults(left, [ranks], whole=False)
-        if codes != [0] * WORLD or steps < 100 or ranks.logs.count("NOT WATCHING") != WORLD:
-            wrong.append(f"exit {codes}, {steps} more steps: {ranks.logs[-2000:]}")
-    return row(left, [ranks], wrong, **more)
+        wrong = faults(left, [ranks], whole=bool(names))
+        if not names and ranks.logs.count("NOT WATCHING") != WORLD:
+            wrong.append("nothing was said")
+    if not patience and (codes != [0] * WORLD or more["steps_after"] < 100):
+        wrong.append("training did not go on")
+    return row(left, [ranks], [f"{w}: exit {codes}: {ranks.logs[-2000:]}" for w in wrong], exit=codes, **more)
 
 
 def late_rank(address: str, place: Path, seed: int) -> dict[str, Any]:
@@ -448,8 +469,13 @@ SCENARIOS: dict[str, Scenario] = {
     **{f"Ray Train worker dies {point}": partial(worker_dies, point=point) for point in RANK_POINTS},
     "driver dies, then the hub": driver_dies,
     "all of Ray dies under Ray Train": ray_dies,
-    "Ray dies beside the ranks": ray_gone,
-    "Ray dies beside ranks that do not wait": partial(ray_gone, patience=5),
+    "all of Ray dies beside the ranks": lambda a, p, s: ray_gone(a, p, s, seconds=SURVIVE),
+    "GCS and raylet die beside the ranks": lambda a, p, s: ray_gone(
+        a, p, s, "gcs_server", "raylet", seconds=15
+    ),
+    "GCS and raylet die beside ranks that do not wait": lambda a, p, s: ray_gone(
+        a, p, s, "gcs_server", "raylet", seconds=30, patience=5
+    ),
     "one rank is late now and then": late_rank,
     "two jobs at once": two_jobs,
 }
@@ -463,6 +489,8 @@ def run(name: str, seed: int, address: str, place: Path) -> dict[str, Any]:
         found = SCENARIOS[name](address, place, seed)
     except Exception as error:
         found = {"ok": False, "wrong": [f"{type(error).__name__}: {error}"]}
+    while STARTED:
+        STARTED.pop().kill()
     return {"scenario": name, "seed": seed, **found, "seconds": round(time.monotonic() - began, 1)}
 
 

@@ -70,7 +70,11 @@ def measure(modes: Mapping[str, Options], blocks: int, rank: int = 0, world: int
             if options is not None:
                 directory = Path(place) / name.replace(", ", "-")
                 watch = foreshock.watch(
-                    training.model, training.optimizer, {"schedule": training.schedule}, run_dir=directory, **options
+                    training.model,
+                    training.optimizer,
+                    {"schedule": training.schedule},
+                    run_dir=directory,
+                    **options,
                 )
                 stack.enter_context(watch)
             source = watch.batches(training.batches) if watch else iter(training.batches)
@@ -175,7 +179,9 @@ def main() -> None:
         return
     rows = {**facts("make bench"), "blocks": args.blocks, "ratios": {}, "unwatched_step_ms": {}}
     alone = {f"1 rank, {name}": options for name, options in ALONE.items()}
-    several = {world: {f"{world} ranks, {name}": options for name, options in REMOTE.items()} for world in (2, 4)}
+    several = {
+        world: {f"{world} ranks, {name}": options for name, options in REMOTE.items()} for world in (2, 4)
+    }
     for world, modes in {1: alone, **several}.items():
         found = spread(world, measure, modes, args.blocks)[0]
         rows["ratios"] |= found["rows"]

@@ -26,19 +26,19 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import numpy as np  # noqa: E402
-from overhead import BLOCK, HERE, WARM, facts, quartiles, spread  # noqa: E402
+import numpy as np
+from overhead import BLOCK, HERE, WARM, facts, quartiles, spread
 
-from foreshock.pipeline.attach import LINGER_SECONDS, POLL_SECONDS  # noqa: E402
-from foreshock.pipeline.cluster.actor import HubActor, launch  # noqa: E402
-from foreshock.pipeline.cluster.relay import Node  # noqa: E402
-from foreshock.pipeline.cluster.remote import RemoteLink  # noqa: E402
-from foreshock.pipeline.cluster.wire import Batch, Reply, pack  # noqa: E402
-from foreshock.pipeline.emitter import Emitter  # noqa: E402
-from foreshock.pipeline.events import Event, Frames, Hello, PolicyLoaded  # noqa: E402
-from foreshock.pipeline.link import Welcome  # noqa: E402
-from foreshock.pipeline.settings import choose, policy_text  # noqa: E402
-from foreshock.signals import Scope, SignalFrame, SignalKey, SignalTable  # noqa: E402
+from foreshock.pipeline.attach import LINGER_SECONDS, POLL_SECONDS
+from foreshock.pipeline.cluster.actor import HubActor, launch
+from foreshock.pipeline.cluster.relay import Node
+from foreshock.pipeline.cluster.remote import RemoteLink
+from foreshock.pipeline.cluster.wire import Batch, Reply, pack
+from foreshock.pipeline.emitter import Emitter
+from foreshock.pipeline.events import Event, Frames, Hello, PolicyLoaded
+from foreshock.pipeline.link import Welcome
+from foreshock.pipeline.settings import choose, policy_text
+from foreshock.signals import Scope, SignalFrame, SignalKey, SignalTable
 
 FILE = HERE / "evidence" / "stream.json"
 NODE = 8
@@ -81,16 +81,16 @@ class Crowd:
             mine = slice(rank * groups // self.world, None, groups)
             grid[0, mine] = self._rng.normal(size=grid[0, mine].shape)
             grid[1, mine] = 1e-5 * self._rng.normal(size=grid[1, mine].shape)
-            grid[2:, rank :: self.world] = 1.0 + 0.01 * self._rng.normal(size=grid[2:, rank :: self.world].shape)
+            grid[2:, rank :: self.world] = 1.0 + 0.01 * self._rng.normal(
+                size=grid[2:, rank :: self.world].shape
+            )
         place = {"run": "r", "attempt": 1, "timeline": 0, "table": self.table.id}
         return SignalFrame.build(values, rank=rank, seq=step, step=step, **place)
 
     def opening(self, rows: tuple[int, ...] = (), allow: str = "observe") -> Batch:
         text = policy_text(choose("policy", "default", "default"))
         hello = Hello(0.0, 1, tuple(range(self.world)), self.table, allow, rows=rows)
-        return Batch(
-            1, {"1/0": [(1, pack(PolicyLoaded(0.0, text.text, text.source))), (2, pack(hello))]}
-        )
+        return Batch(1, {"1/0": [(1, pack(PolicyLoaded(0.0, text.text, text.source))), (2, pack(hello))]})
 
     def calls(self, first: int, steps: int, relayed: bool) -> list[Batch]:
         """What the hub is called with for `steps` steps from `first` on: one call a rank, or one a node."""
@@ -341,15 +341,19 @@ def without_hub(rounds: int) -> dict[str, Any]:
 
     states = ("none", "alive", "silent", "gone")
     times: dict[str, list[list[float]]] = {state: [] for state in states}
+    used: dict[str, list[float]] = {state: [] for state in states}
     with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
         sides = []
         for state in states:
             training = Training(SCENARIOS["clean"], 0, BLOCK * rounds)
             watch = stack.enter_context(
                 foreshock.watch(
-                    training.model, training.optimizer, {"scheduler": training.schedule}, run_dir=Path(place) / state,
+                    training.model,
+                    training.optimizer,
+                    {"scheduler": training.schedule},
+                    run_dir=Path(place) / state,
                     hub="ray",
-                )  # fmt: skip
+                )
             )
             if state == "none":
                 watch._emitter.put = lambda job, frame=False: None
@@ -360,13 +364,14 @@ def without_hub(rounds: int) -> dict[str, Any]:
             sides.append((state, training, watch.batches(training.batches), watch))
         for turn in range(rounds):
             for state, training, source, watch in sides[turn % 4 :] + sides[: turn % 4]:
-                block = []
+                block, thread = [], time.thread_time()
                 for step in range(turn * BLOCK, (turn + 1) * BLOCK):
                     began = time.perf_counter()
                     loss, norm = training.train_step(next(source), step)
                     watch.step(loss, norm)
                     block.append(time.perf_counter() - began)
                 times[state].append(block)
+                used[state].append(time.thread_time() - thread)
                 if state == "alive":
                     watch.drain()
         for _, _, _, watch in sides:
@@ -380,7 +385,8 @@ def without_hub(rounds: int) -> dict[str, Any]:
         if state != "none":
             low, middle, high = quartiles(ratios)
             p = float(wilcoxon([math.log(r) for r in ratios]).pvalue)
-            rows[state] |= {"ratio": middle, "half": [low, high], "p": round(p, 3)}
+            thread = quartiles([a / b for a, b in zip(used[state][WARM:], used["none"][WARM:], strict=True)])
+            rows[state] |= {"ratio": middle, "half": [low, high], "p": round(p, 3), "thread": thread[1]}
     return {"rounds": rounds - WARM, "rows": rows}
 
 
@@ -393,9 +399,23 @@ def _markdown(head: list[str], rows: list[list[Any]]) -> str:
 
 
 def throughput_table(rows: dict[str, Any]) -> str:
-    head = ["ranks", "way to the hub", "values", "rank-frames a CPU second of hub", "us a call", "an empty Ray actor's"]
+    head = [
+        "ranks",
+        "way to the hub",
+        "values",
+        "rank-frames a CPU second of hub",
+        "us a call",
+        "an empty Ray actor's",
+    ]
     cells = [
-        [r["ranks"], r["way"], r["values"], f"{r['frames_a_core']:,}", r["cpu_us_a_call"], r["empty_us_a_call"]]
+        [
+            r["ranks"],
+            r["way"],
+            r["values"],
+            f"{r['frames_a_core']:,}",
+            r["cpu_us_a_call"],
+            r["empty_us_a_call"],
+        ]
         for r in rows["throughput"]
     ]
     return _markdown(head, cells)
@@ -411,7 +431,15 @@ def emit_table(rows: dict[str, Any]) -> str:
 
 
 def latency_table(rows: dict[str, Any]) -> str:
-    head = ["ranks", "step, ms", "prepared on all, p50 ms", "max", "applied on all, p50 ms", "max", "steps to applied"]
+    head = [
+        "ranks",
+        "step, ms",
+        "prepared on all, p50 ms",
+        "max",
+        "applied on all, p50 ms",
+        "max",
+        "steps to applied",
+    ]
     cells = [
         [
             r["ranks"], r["step_ms"], r["prepared_ms"]["p50"], r["prepared_ms"]["max"], r["applied_ms"]["p50"],
@@ -423,10 +451,16 @@ def latency_table(rows: dict[str, Any]) -> str:
 
 
 def hub_table(rows: dict[str, Any]) -> str:
-    head = ["the hub is", "step, p50 ms", "p99", "over no emitting", "middle half", "p (Wilcoxon)"]
+    head = [
+        "the hub is", "step, p50 ms", "p99", "over no emitting", "middle half", "p (Wilcoxon)", "CPU of its thread",
+    ]  # fmt: skip
     cells = []
     for state, r in rows["dead_hub"]["rows"].items():
-        rest = [r["ratio"], "{} to {}".format(*r["half"]), r["p"]] if "ratio" in r else ["1", "", ""]
+        rest = (
+            [r["ratio"], "{} to {}".format(*r["half"]), r["p"], r["thread"]]
+            if "ratio" in r
+            else [1, "", "", 1]
+        )
         cells.append([state, r["step_ms"]["p50"], r["step_ms"]["p99"], *rest])
     return _markdown(head, cells)
 
@@ -444,7 +478,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--table", choices=TABLES, help="print a committed table and stop")
-    parser.add_argument("--only", default="emit,throughput,dead_hub,latency", help="parts to measure, by comma")
+    parser.add_argument(
+        "--only", default="emit,throughput,dead_hub,latency", help="parts to measure, by comma"
+    )
     args = parser.parse_args()
     if args.table:
         print(TABLES[args.table](json.loads(FILE.read_text())))

@@ -215,10 +215,13 @@ def train(job: Job) -> None:
     policy = Path(f"{job.out}-{rank}.yaml")
     policy.write_text(POLICY)
     fault = KernelFault("delta", 6, "up", gain=3.0)
+    start = (
+        20 if job.onset < job.steps else job.onset
+    )  # nothing is learned, so nothing is found, where nothing is wrong
     model = torch.nn.parallel.DistributedDataParallel(small.model)
     small.model = model
     with foreshock.watch(
-        model, small.optimizer, run_dir=job.directory, run=job.run, policy=policy, allow="enforce", start=20,
+        model, small.optimizer, run_dir=job.directory, run=job.run, policy=policy, allow="enforce", start=start,
         points_every=20, hub="ray",
     ) as watch:  # fmt: skip
         standing = list(watch._link.welcome.standing)  # type: ignore[union-attr]
@@ -240,7 +243,7 @@ def train(job: Job) -> None:
                 began = time.perf_counter()
             if step >= end or (job.until_told and step % 10 == 0 and told(f"{job.out}.stop")):
                 break
-    weights = sum(float(p.double().sum()) for p in model.parameters())
+    weights = sum(float(p.detach().double().sum()) for p in model.parameters())
     say(done=step, weights=weights)
 
 

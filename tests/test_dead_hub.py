@@ -94,7 +94,6 @@ def test_queues_and_memory_stay_bounded(dead, state):
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="RemoteLink._ask makes a new call after each timeout")
 def test_a_rank_has_at_most_one_call_at_a_silent_hub(dead, monkeypatch):
     """An unanswered call stays in the rank's process, with its frames, until the hub is dead."""
     import ray

@@ -101,7 +101,7 @@ def test_the_demo_makes_one_row_again(up7, tmp_path):
 
     row = up7[0]
     result = CliRunner().invoke(
-        app, ["demo", "attention", "--seed", str(row["seed"]), "--out", str(tmp_path), "--json"]
+        app, ["demo", "attention", "--local", "--seed", str(row["seed"]), "--out", str(tmp_path), "--json"]
     )
     assert result.exit_code == 0, result.output
     facts = json.loads(result.stdout.splitlines()[-1])

@@ -24,9 +24,7 @@ TABLE = synthetic_table()
 
 def frame(rank: int, step: int, attempt: int = 1) -> bytes:
     place = {"run": "r", "attempt": attempt, "rank": rank, "timeline": 0, "table": TABLE.id}
-    return pack(
-        Frames(0.0, (SignalFrame.build([0.1] * len(TABLE.values), seq=step, step=step, **place),))
-    )
+    return pack(Frames(0.0, (SignalFrame.build([0.1] * len(TABLE.values), seq=step, step=step, **place),)))
 
 
 def greeting(ranks=(0, 1), attempt: int = 1) -> list:

@@ -46,7 +46,14 @@ def commanded():
         out = []
         for _ in range(steps):
             seq[0] += 1
-            place = {"run": "r", "attempt": 1, "seq": seq[0], "timeline": 0, "step": seq[0], "table": table.id}
+            place = {
+                "run": "r",
+                "attempt": 1,
+                "seq": seq[0],
+                "timeline": 0,
+                "step": seq[0],
+                "table": table.id,
+            }
             values = [0.0] * 4 + [1e-5] * 4 + [2.0, 1.0, 1e-3]
             frames = tuple(SignalFrame.build(values, rank=rank, **place) for rank in ranks)
             out += hub.handle(Frames(0.0, frames))
@@ -122,7 +129,15 @@ def test_a_recovery_point_is_known_when_every_rank_has_its_part_and_finite_only_
 
 
 def frame(rank, seq, step, timeline=0):
-    place = {"run": "r", "attempt": 1, "rank": rank, "seq": seq, "timeline": timeline, "step": step, "table": "t"}
+    place = {
+        "run": "r",
+        "attempt": 1,
+        "rank": rank,
+        "seq": seq,
+        "timeline": timeline,
+        "step": step,
+        "table": "t",
+    }
     return SignalFrame.build([float(seq)], **place)
 
 

@@ -30,6 +30,8 @@ log = logging.getLogger("foreshock")
 
 NAMESPACE, PREFIX = "foreshock", "hub-"
 IDLE_SECONDS = 600.0
+GATHER_SECONDS = 0.02
+"""So long a turn waits for calls to join it: each turn is one durable commit, and ranks call at about the same time."""
 START_SECONDS = 60.0
 TAKE_UP_SECONDS = 20.0
 LATE_SECONDS = 4.0
@@ -99,7 +101,7 @@ class HubActor:
 
     async def _turns(self) -> None:
         while self._waiting:
-            await asyncio.sleep(0)  # let every call that has already arrived join this turn
+            await asyncio.sleep(GATHER_SECONDS)
             taken, self._waiting = self._waiting, []
             try:
                 self._turn([batch for batch, _ in taken])

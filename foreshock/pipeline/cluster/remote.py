@@ -31,6 +31,8 @@ class RemoteLink:
         self._source = f"{welcome.attempt}/{rank}"
         self._facts: dict[str, Any] | None = None
         self._away = False
+        self._asked: Any = None
+        """The call that was not answered yet. There is never a second one: each that waits costs memory, here and there."""
 
     def deliver(self, events: Sequence[tuple[int, Event]]) -> int:
         items = {self._source: [(number, pack(event)) for number, event in events]}
@@ -48,24 +50,35 @@ class RemoteLink:
     def close(self) -> None:
         try:
             last = Batch(self.welcome.attempt, {self._source: []}, self._facts, leaving=(self._rank,))
+            if self._asked is not None:
+                self._ask(last, LEAVE_SECONDS)  # the answer to what was asked before
             self._ask(last, LEAVE_SECONDS)
         except (Later, Gone) as reason:
             log.warning("the hub did not hear that rank %d has left: %s", self._rank, reason)
 
     def _ask(self, batch: Batch, seconds: float) -> Reply:
+        """The hub's answer: to `batch`, or to the batch before it if that is still open. Both acknowledge truly."""
         import ray
         from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError
 
         try:
-            reply: Reply = ray.get(self._actor.deliver.remote(batch), timeout=seconds)
+            if self._asked is None:
+                self._asked = self._actor.deliver.remote(batch)
+            reply: Reply = ray.get(self._asked, timeout=seconds)
+            self._asked = None
+        except GetTimeoutError as error:
+            self._say_away(error)
+            raise Later(str(error)) from error
         except ActorDiedError as error:
             self._say_away(error)
             self.failure, self.acting = "the hub is gone", False
             raise Gone(str(error)) from error
-        except (RayActorError, GetTimeoutError) as error:
+        except RayActorError as error:
+            self._asked = None
             self._say_away(error)
             raise Later(str(error)) from error
         except Exception as error:  # whatever Ray itself raises when it is shut down or broken
+            self._asked = None
             self._say_away(error)
             raise (Later if ray.is_initialized() else Gone)(str(error)) from error
         if reply.stale or reply.version != VERSION:
