@@ -1,5 +1,5 @@
 # Every target does its own set-up into .venv; only Python 3.11 or newer is needed.
-.PHONY: setup demo test check bench evidence evidence-tables clean
+.PHONY: setup demo test rig check bench evidence evidence-tables clean
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
 BIN := .venv/bin
 STAMP := .venv/.foreshock-ready
@@ -18,7 +18,11 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
-	$(BIN)/python -m pytest -m slow -n 2 --dist load
+	$(BIN)/python -m pytest -m "slow and not rig" -n 2 --dist load
+
+# What starts and kills whole jobs, one at a time.
+rig: setup
+	$(BIN)/python -m pytest -m rig
 
 check: setup
 	$(BIN)/ruff check .
@@ -29,12 +33,16 @@ check: setup
 # Many seeds; resumable: a run that is already in evidence/ is not made again.
 evidence: setup
 	$(BIN)/python benchmarks/evidence.py
+	$(BIN)/python benchmarks/ranks.py
+	$(BIN)/python benchmarks/schedules.py
+	$(BIN)/python benchmarks/chaos.py
 
 evidence-tables: setup
 	$(BIN)/python benchmarks/evidence.py --tables
 
 bench: setup
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/stream.py
 
 clean:
 	rm -rf .venv build dist foreshock_demo

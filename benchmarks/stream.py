@@ -43,9 +43,9 @@ from foreshock.signals import Scope, SignalFrame, SignalKey, SignalTable
 FILE = HERE / "evidence" / "stream.json"
 NODE = 8
 """Ranks on a simulated node."""
-FRAMES = 60_000
+FRAMES = 40_000
 """At most so many rank-frames in one cell of the throughput table."""
-CALLS = 2_500
+CALLS = 1_500
 """At most so many calls in one cell."""
 COMMANDS = 20
 ILL_FROM = 30
@@ -387,7 +387,7 @@ def without_hub(rounds: int) -> dict[str, Any]:
             p = float(wilcoxon([math.log(r) for r in ratios]).pvalue)
             thread = quartiles([a / b for a, b in zip(used[state][WARM:], used["none"][WARM:], strict=True)])
             rows[state] |= {"ratio": middle, "half": [low, high], "p": round(p, 3), "thread": thread[1]}
-    return {"rounds": rounds - WARM, "rows": rows}
+    return rows
 
 
 # -- tables -----------------------------------------------------------------------------------------------
@@ -398,7 +398,7 @@ def _markdown(head: list[str], rows: list[list[Any]]) -> str:
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
-def throughput_table(rows: dict[str, Any]) -> str:
+def throughput_table(rows: Any) -> str:
     head = [
         "ranks",
         "way to the hub",
@@ -416,21 +416,21 @@ def throughput_table(rows: dict[str, Any]) -> str:
             r["cpu_us_a_call"],
             r["empty_us_a_call"],
         ]
-        for r in rows["throughput"]
+        for r in rows
     ]
     return _markdown(head, cells)
 
 
-def emit_table(rows: dict[str, Any]) -> str:
+def emit_table(rows: Any) -> str:
     head = ["the hub is", "put, p50 us", "p99", "an empty call, p50 us", "p99"]
     cells = [
         [state, r["put_us"]["p50"], r["put_us"]["p99"], r["empty_us"]["p50"], r["empty_us"]["p99"]]
-        for state, r in rows["emit"].items()
+        for state, r in rows.items()
     ]
     return _markdown(head, cells)
 
 
-def latency_table(rows: dict[str, Any]) -> str:
+def latency_table(rows: Any) -> str:
     head = [
         "ranks",
         "step, ms",
@@ -445,17 +445,17 @@ def latency_table(rows: dict[str, Any]) -> str:
             r["ranks"], r["step_ms"], r["prepared_ms"]["p50"], r["prepared_ms"]["max"], r["applied_ms"]["p50"],
             r["applied_ms"]["max"], "{} to {}, median {}".format(*(r["steps_to_applied"][i] for i in (0, 2, 1))),
         ]
-        for r in rows["latency"]
+        for r in rows
     ]  # fmt: skip
     return _markdown(head, cells)
 
 
-def hub_table(rows: dict[str, Any]) -> str:
+def hub_table(rows: Any) -> str:
     head = [
         "the hub is", "step, p50 ms", "p99", "over no emitting", "middle half", "p (Wilcoxon)", "CPU of its thread",
     ]  # fmt: skip
     cells = []
-    for state, r in rows["dead_hub"]["rows"].items():
+    for state, r in rows.items():
         rest = (
             [r["ratio"], "{} to {}".format(*r["half"]), r["p"], r["thread"]]
             if "ratio" in r
@@ -465,51 +465,66 @@ def hub_table(rows: dict[str, Any]) -> str:
     return _markdown(head, cells)
 
 
-TABLES = {
-    "stream": throughput_table,
-    "emit": emit_table,
-    "latency": latency_table,
-    "hub": hub_table,
-}
+TABLES = {"emit": emit_table, "throughput": throughput_table, "hub": hub_table, "latency": latency_table}
+
+
+# -- parts ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def our_ray() -> Iterator[None]:
+    import ray
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, namespace="foreshock")
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@our_ray()
+def emits() -> dict[str, Any]:
+    return {state: emit(state, 2000) for state in HUBS}
+
+
+@our_ray()
+def cells() -> list[dict[str, Any]]:
+    small, large = (
+        [(world, way, 2, 2) for world in (64, 1024, 10_000) for way in WAYS],
+        [(world, way, 10, 16) for world in (1024, 10_000) for way in WAYS if world == 1024 or WAYS[way][1]],
+    )
+    return [throughput(*cell) for cell in (*small, *large)]
+
+
+@our_ray()
+def hubs() -> dict[str, Any]:
+    return without_hub(14)
+
+
+def latencies() -> list[dict[str, Any]]:
+    return [latency(world) for world in (2, 4)]
+
+
+PARTS: dict[str, Callable[[], Any]] = {"emit": emits, "throughput": cells, "hub": hubs, "latency": latencies}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--table", choices=TABLES, help="print a committed table and stop")
-    parser.add_argument(
-        "--only", default="emit,throughput,dead_hub,latency", help="parts to measure, by comma"
-    )
+    parser.add_argument("--table", choices=PARTS, help="print a committed table and stop")
+    parser.add_argument("--only", default=",".join(PARTS), help="parts to measure, by comma")
     args = parser.parse_args()
     if args.table:
-        print(TABLES[args.table](json.loads(FILE.read_text())))
+        print(TABLES[args.table](json.loads(FILE.read_text())[args.table]["rows"]))
         return
-    import ray
-
-    rows: dict[str, Any] = (json.loads(FILE.read_text()) if FILE.exists() else {}) | facts("make bench")
-    parts = args.only.split(",")
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, namespace="foreshock")
-    if "emit" in parts:
-        rows["emit"] = {state: emit(state, 2000) for state in HUBS}
-        print(emit_table(rows), flush=True)
-    if "throughput" in parts:
-        rows["throughput"] = []
-        for layers, heads in ((2, 2), (10, 16)):
-            for world in (64, 1024, 10_000):
-                for way in WAYS:
-                    if not (way == "direct" and world == 10_000 and layers == 10):
-                        rows["throughput"].append(throughput(world, way, layers, heads))
-                        print(rows["throughput"][-1], flush=True)
-        print(throughput_table(rows), flush=True)
-    if "dead_hub" in parts:
-        rows["dead_hub"] = without_hub(14)
-        print(hub_table(rows), flush=True)
-    ray.shutdown()
-    if "latency" in parts:
-        rows["latency"] = [latency(world) for world in (2, 4)]
-        print(latency_table(rows), flush=True)
-    FILE.write_text(json.dumps(rows, indent=1) + "\n")
+    for part in args.only.split(","):
+        rows = json.loads(FILE.read_text()) if FILE.exists() else {}
+        began = time.monotonic()
+        rows[part] = facts("make bench") | {"rows": PARTS[part]()}
+        rows[part]["seconds"] = round(time.monotonic() - began)
+        FILE.write_text(json.dumps(rows, indent=1) + "\n")
+        print(TABLES[part](rows[part]["rows"]), flush=True)
 
 
 if __name__ == "__main__":

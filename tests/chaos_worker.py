@@ -29,7 +29,7 @@ from foreshock.pipeline.store import RunStore
 
 WORLD = 2
 ONSET = 30
-LIMIT = 6000
+LIMIT = 600
 """Steps after which a fault that nobody healed is given up."""
 
 HUB_POINTS = {

@@ -193,6 +193,9 @@ def ray_session() -> Any:
     import ray
 
     os.environ["RAY_AUTH_MODE"] = "disabled"
+    # Ray's own processes unpickle actors that tests define.
+    paths = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "benchmarks")]
+    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
     if not os.access(os.path.expanduser("~"), os.W_OK):
         pytest.skip("Ray needs a HOME that it can write to")
     context = ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)

@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from conftest import Stream
 
-from foreshock.pipeline.shell import Shell
 from foreshock.pipeline.replay import replay
+from foreshock.pipeline.shell import Shell
 from foreshock.pipeline.store import RunStore
 
 POINTS = (

@@ -92,8 +92,13 @@ def test_a_training_killed_at_random_moments_keeps_a_record_that_verifies_and_re
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
+        anchor = run / "audit.anchor"
+        before = anchor.stat().st_mtime if anchor.exists() else 0.0
         assert child.stdout.readline() == "ready\n"
-        time.sleep(0.5 + 2.5 * rng.random())
+        while not anchor.exists() or anchor.stat().st_mtime == before:
+            assert child.poll() is None
+            time.sleep(0.01)
+        time.sleep(2.5 * rng.random())
         child.send_signal(signal.SIGKILL)
         child.wait()
         child.stdout.close()

@@ -73,7 +73,7 @@ def test_a_command_is_applied_when_every_rank_has_said_so(commanded):
 
 
 def test_one_refusal_withdraws_it_and_the_next_has_a_higher_number(commanded):
-    hub, go = commanded
+    hub, _go = commanded
     first = hub.command
     assert "outcome" in kinds(hub.hear(1, "refused", reason="no"))
     assert hub.command is None or hub.command.number > first.number
@@ -108,7 +108,7 @@ def test_a_lost_vote_is_audited_and_nothing_more_is_issued(commanded):
 
 
 def test_an_application_after_it_was_given_up_is_noticed(commanded):
-    hub, go = commanded
+    hub, _go = commanded
     hub.hear(1, "refused", reason="no")
     assert "acting.disabled" in kinds(hub.hear(0, "applied"))
 

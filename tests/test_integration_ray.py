@@ -259,6 +259,7 @@ def fit(callback: Any, to: Path, storage: Path) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.rig
 def test_settings_reach_every_worker_of_every_attempt(
     cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -426,6 +427,7 @@ def test_there_is_room_for_a_checkpoint_from_before_a_fault_that_returns_at_once
 
 
 @pytest.mark.slow
+@pytest.mark.rig
 def test_a_restart_goes_back_to_the_newest_checkpoint_from_before_the_fault(
     cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: Any
 ) -> None:

@@ -182,6 +182,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
+@pytest.mark.rig
 def test_a_second_node_joins_and_leaves_with_its_ranks(job):
     """Two agents on one machine are two nodes: the second one's first rank brings a raylet of its own."""
     script = """
@@ -208,6 +209,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
+@pytest.mark.rig
 def test_a_rank_0_that_is_killed_takes_ray_along_and_the_other_rank_lives_to_close(job):
     script = """
 actor = hub()
@@ -236,6 +238,7 @@ os._exit(0)  # the process group would wait for rank 0
 
 
 @pytest.mark.slow
+@pytest.mark.rig
 @pytest.mark.parametrize("blow", ["SIGKILL", "SIGSTOP"])
 def test_a_gcs_that_dies_or_hangs_ends_neither_the_process_nor_its_end(job, blow):
     """Ray ends a driver this many seconds after its GCS; here the trainer's environment even asks for two."""
