@@ -407,6 +407,26 @@ def write(done: int, counts: Counter[str], bad: Counter[str], longest: list[floa
     FILE.write_text(json.dumps(facts, indent=1) + "\n")
 
 
+def table(facts: dict[str, Any]) -> str:
+    """The table of docs/measured.md, as Markdown."""
+    n, bad = facts["counts"], facts["violations"]
+    wait, bound = facts["longest wait in seconds"], facts["bounds in seconds"]
+    rows = {
+        "schedules / attempts / ranks": f"{n['schedules']} / {n['attempts']} / {n['ranks']}",
+        "commands": n["commands"],
+        "applied on all ranks / failed on all": f"{n['commands applied']} / {n['commands failed']}",
+        "refused / expired / open at the attempt's end": f"{n['commands refused']} / {n['commands expired']} / "
+        f"{n['commands open at the end of the attempt']}",
+        "ranks killed": n["ranks killed"],
+        "ranks that stopped voting / that raised `Unconfirmed`": f"{n['ranks that stopped voting']} / "
+        f"{n['ranks that raised Unconfirmed']}",
+        f"violations, of {len(bad)} kinds": sum(bad.values()),
+        "longest wait for a vote / a confirmation, seconds": f"{wait['vote']} / {wait['confirmation']} "
+        f"(bounds {bound['vote']} / {bound['confirmation']})",
+    }
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
+
+
 def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     arguments.add_argument("--schedules", type=int, default=500)
