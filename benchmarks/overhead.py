@@ -176,7 +176,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--blocks", type=int, default=14, help=f"rounds, of which {WARM} warm up")
+    parser.add_argument("--blocks", type=int, default=12, help=f"rounds, of which {WARM} warm up")
     parser.add_argument("--table", action="store_true", help="print the committed table and stop")
     args = parser.parse_args()
     if args.table:

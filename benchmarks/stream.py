@@ -386,7 +386,7 @@ def without_hub(rounds: int) -> dict[str, Any]:
             low, middle, high = quartiles(ratios)
             p = float(wilcoxon([math.log(r) for r in ratios]).pvalue)
             thread = quartiles([a / b for a, b in zip(used[state][WARM:], used["none"][WARM:], strict=True)])
-            rows[state] |= {"ratio": middle, "half": [low, high], "p": round(p, 3), "thread": thread[1]}
+            rows[state] |= {"ratio": middle, "half": [low, high], "p": round(p, 4), "thread": thread[1]}
     return rows
 
 
@@ -457,7 +457,7 @@ def hub_table(rows: Any) -> str:
     cells = []
     for state, r in rows.items():
         rest = (
-            [r["ratio"], "{} to {}".format(*r["half"]), r["p"], r["thread"]]
+            [r["ratio"], "{} to {}".format(*r["half"]), max(r["p"], 0.001), r["thread"]]
             if "ratio" in r
             else [1, "", "", 1]
         )
