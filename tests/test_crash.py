@@ -62,7 +62,7 @@ def test_when_the_disk_takes_no_more_training_ends_normally_and_nothing_is_done(
 
 @pytest.mark.slow
 def test_killed_at_any_point_of_the_shell_the_record_is_whole(tmp_path):
-    kills = 24
+    kills = 16
     result = subprocess.run(
         [sys.executable, str(HARNESS), str(tmp_path), str(kills), "1"],
         capture_output=True,

@@ -280,6 +280,7 @@ def test_settings_reach_every_worker_of_every_attempt(
 
 
 @pytest.mark.slow
+@pytest.mark.rig
 def test_hooks_that_raise_end_nothing_and_the_run_is_not_watched(
     cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
