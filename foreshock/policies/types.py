@@ -12,7 +12,7 @@ from typing import Any
 
 from foreshock.detectors.types import Diagnosis, Interval
 
-AGAIN = ("widened", "point broken")
+AGAIN = ("widened", "point broken", "expired")
 """Verdicts after which the same rung is tried again, with what is known now."""
 APPLIED = ("recovered", "failed", "inconclusive", "paused", "widened")
 """Results of rungs that changed the training."""
