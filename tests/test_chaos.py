@@ -13,7 +13,7 @@ import pytest
 from conftest import POLICY, synthetic_table
 
 from foreshock.pipeline.assembly import AHEAD
-from foreshock.pipeline.cluster import actor
+from foreshock.pipeline.cluster import actor, pace
 from foreshock.pipeline.cluster.wire import Batch, pack
 from foreshock.pipeline.events import Frames, Hello, PolicyLoaded
 from foreshock.signals import SignalFrame
@@ -98,10 +98,9 @@ def test_backlogs_that_come_together_are_taken_at_once(hub):
 
 def test_a_rank_that_does_not_come_is_waited_for_once(hub, monkeypatch):
     now = [time.monotonic()]
-    clocks = {"time": time.time, "perf_counter": time.perf_counter, "sleep": time.sleep}
-    monkeypatch.setattr(actor, "time", SimpleNamespace(monotonic=lambda: now[0], **clocks))
+    monkeypatch.setattr(pace, "time", SimpleNamespace(monotonic=lambda: now[0]))
     assert hand_in(hub, backlog(0))["1/0"] <= 2 + AHEAD
-    now[0] += actor.LATE_SECONDS + 1
+    now[0] += pace.LATE_SECONDS + 1
     for upto in (BACKLOG, BACKLOG + 50, BACKLOG + 100):
         assert hand_in(hub, backlog(0, upto)) == {"1/0": upto + 2}
         assert hub._shell.hub.step == upto - 1 - AHEAD

@@ -102,6 +102,7 @@ def test_a_demo_without_ray_says_what_runs_instead(tmp_path, monkeypatch):
     def refuse(**_):
         raise PermissionError("no writable HOME")
 
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # by another test in this process
     monkeypatch.setattr(ray, "init", refuse)
     result = CliRunner().invoke(app, ["demo", "attention", "--out", str(tmp_path)])
     assert result.exit_code == 1

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreshock.pipeline.assembly import AHEAD
+from foreshock.pipeline.cluster import pace
 from foreshock.pipeline.cluster.relay import Node
 from foreshock.pipeline.cluster.wire import pack
 from foreshock.pipeline.events import Ack, Frames
@@ -88,15 +91,42 @@ def test_what_is_handed_in_again_counts_once():
     assert up(node) == []
 
 
-def test_a_rank_that_fell_behind_does_not_hold_the_others():
+def backlog(rank: int, start: int, stop: int) -> list[tuple[int, bytes]]:
+    return [(step + 1, frame(rank, step)) for step in range(start, stop)]
+
+
+def test_a_rank_that_fell_behind_is_waited_for_once_then_it_does_not_hold_the_others(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(pace, "time", SimpleNamespace(monotonic=lambda: now[0]))
     node = Node(1, (4, 5))
-    for step in range(AHEAD + 2):
-        node.take("1/4", [(step + 1, frame(4, step))])
+    node.take("1/4", backlog(4, 0, AHEAD + 3))
+    assert node.ranks["1/4"].taken == AHEAD
+    assert up(node) == []
+    now[0] += pace.LATE_SECONDS + 1
+    node.take("1/4", backlog(4, 0, AHEAD + 3))
     frames = [SignalFrame.from_bytes(item) for _, _, item in up(node)]
-    assert [(f.rank, f.step) for f in frames] == [(4, 0), (4, 1)]
+    assert [(f.rank, f.step) for f in frames] == [(4, 0), (4, 1), (4, 2)]
     node.take("1/5", [(1, frame(5, 0))])
     up(node)
     assert node.ranks["1/5"].acked == 1, "too late to count, and not asked for again"
+
+
+def test_after_the_relay_was_away_the_first_to_come_back_does_not_close_the_steps_of_the_other():
+    node, first, stop = Node(1, (4, 5)), 500, 700
+    sent = []
+    while any(rank.taken < stop for rank in node.ranks.values()):
+        for rank in (4, 4, 5):
+            node.take(f"1/{rank}", backlog(rank, first, stop))
+        sent += [SignalFrame.from_bytes(item) for _, _, item in up(node)]
+    assert [f.step for f in sent] == list(range(first, stop))
+    assert {f.counts.tolist()[0] for f in sent} == {2 * 10**15 + 9}, "both ranks are in each"
+
+
+def test_a_rank_that_has_left_is_not_waited_for():
+    node = Node(1, (4, 5))
+    node.left(5)
+    node.take("1/4", backlog(4, 0, AHEAD + 8))
+    assert len(up(node)) == 8
 
 
 def test_after_a_rewind_the_old_timeline_is_sent_as_far_as_it_came():

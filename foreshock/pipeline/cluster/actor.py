@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import math
 import threading
 import time
 from collections import deque
@@ -19,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from foreshock.pipeline import logs
-from foreshock.pipeline.assembly import AHEAD
 from foreshock.pipeline.cluster.metrics import Metrics
+from foreshock.pipeline.cluster.pace import Pace
 from foreshock.pipeline.cluster.wire import Batch, Item, Reply, unpack
 from foreshock.pipeline.events import Event, Frames, Hello, PolicyLoaded
 from foreshock.pipeline.shell import Shell
@@ -34,8 +33,6 @@ GATHER_SECONDS = 0.02
 """So long a turn waits for calls to join it: each turn is one durable commit, and ranks call at about the same time."""
 START_SECONDS = 60.0
 TAKE_UP_SECONDS = 20.0
-LATE_SECONDS = 4.0
-"""So long the frames of other ranks wait for a rank that is far behind: longer than it needs to try again."""
 
 
 class HubActor:
@@ -51,9 +48,8 @@ class HubActor:
         self._waiting: list[tuple[Batch, asyncio.Future[Reply]]] = []
         self._pump: asyncio.Task[None] | None = None
         self._present: set[int] = set()
-        self._heard = self._since = time.monotonic()
-        self._behind = -1
-        """How far the slowest rank is, and has been `_since` others wait for it."""
+        self._heard = time.monotonic()
+        self._pace = Pace()
         self._ended: dict[str, Any] = {}
         """The last status of a record that is closed."""
         logs.configure()
@@ -134,11 +130,7 @@ class HubActor:
             self._close()
 
     def _in_order(self, shell: Shell, batches: Iterable[Batch]) -> Iterator[tuple[Event, dict[str, int]]]:
-        """The new events, with frames of all batches gathered into one event as far as order allows.
-
-        Frames that are far before those of another rank are left with their rank, which hands them in again: taken
-        now, they would close steps without the other, whose own frames then came too late.
-        """
+        """The new events as far as ranks keep pace, with frames of all batches gathered into one event where order allows."""
         queues = [(source, deque(items)) for batch in batches for source, items in batch.items.items()]
         frames: list[SignalFrame] = []
         reached: dict[str, int] = {}
@@ -172,18 +164,14 @@ class HubActor:
                     items.popleft()
         if frames:
             yield Frames(time.time(), tuple(frames)), reached
-        if limit < math.inf and not any(items for _, items in queues):
-            self._since = time.monotonic()  # nobody waits
+        if not any(items for _, items in queues):
+            self._pace.nobody_waits()
 
     def _limit(self, shell: Shell, newest: dict[int, int]) -> float:
-        """The number of the newest frame that may be taken now, of any rank."""
         ranks = shell.hub.assembler.ranks
-        behind = min((newest.get(rank, -1) for rank in ranks if rank in self._present), default=None)
-        if behind is None:
-            return math.inf
-        if behind != self._behind:
-            self._behind, self._since = behind, time.monotonic()
-        return math.inf if time.monotonic() - self._since > LATE_SECONDS else behind + AHEAD
+        return self._pace.limit(
+            min((newest.get(rank, -1) for rank in ranks if rank in self._present), default=None)
+        )
 
     def _greeted(self, shell: Shell) -> bool:
         hello = shell.hub.hello

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import time
 from collections import deque
@@ -17,6 +18,7 @@ from typing import Any
 
 from foreshock.pipeline.assembly import AHEAD
 from foreshock.pipeline.cluster.actor import NAMESPACE, named
+from foreshock.pipeline.cluster.pace import Pace
 from foreshock.pipeline.cluster.wire import Batch, Item, Reply
 from foreshock.pipeline.place import Meeting, Place
 from foreshock.signals import SignalFrame, combine
@@ -34,6 +36,11 @@ class _Rank:
     """What a rank handed in: `taken` up to this number; `open` what the hub has not acknowledged yet."""
 
     taken: int = 0
+    newest: int | None = None
+    """The number of its newest frame."""
+    held: bool = False
+    """Its last call was not taken whole."""
+    here: bool = True
     open: deque[int] = field(default_factory=deque)
     done: set[int] = field(default_factory=set)
 
@@ -46,7 +53,7 @@ class _Rank:
 
 
 class Node:
-    """The relay's book, without Ray or clock: ranks' items in, numbered items for the hub out.
+    """The relay's book, without Ray: ranks' items in, numbered items for the hub out.
 
     The merged frame of step s is numbered by its `seq`, so that a relay that was started again goes on where it was.
     """
@@ -55,23 +62,44 @@ class Node:
         self.attempt, self.leader = attempt, min(ranks)
         self.source = f"{attempt}/node-{self.leader}"
         self.ranks = {f"{attempt}/{rank}": _Rank() for rank in ranks}
+        self._pace, self._began = Pace(), math.inf
         self._steps: dict[tuple[int, int], dict[str, tuple[int, SignalFrame]]] = {}
         self._out: deque[tuple[str, int, Item, list[tuple[str, int]]]] = deque()
         """source, number, item, and which ranks' events it stands for."""
 
     def take(self, source: str, items: Sequence[tuple[int, Item]]) -> None:
+        """Take what a rank hands in, as far as the ranks keep pace: the rest stays with it, unacknowledged."""
         rank = self.ranks[source]
+        rank.held = False
         for number, item in items:
             if number <= rank.taken:
                 continue
-            rank.taken = number
-            rank.open.append(number)
             if isinstance(item, bytes):
                 frame = SignalFrame.from_bytes(item)
+                if rank.newest is None:
+                    rank.newest = frame.seq - 1
+                    self._began = min(self._began, rank.newest)
+                if frame.seq > self._pace.limit(self._behind()):
+                    rank.held = True
+                    break
+                rank.newest = frame.seq
                 self._steps.setdefault((frame.timeline, frame.step), {})[source] = (number, frame)
             else:
                 self._out.append((source, number, item, [(source, number)]))
+            rank.taken = number
+            rank.open.append(number)
+        if not any(rank.held for rank in self.ranks.values()):
+            self._pace.nobody_waits()
         self._merge()
+
+    def left(self, rank: int) -> None:
+        """The rank hands in no more: the others wait for it no longer."""
+        self.ranks[f"{self.attempt}/{rank}"].here = False
+
+    def _behind(self) -> float | None:
+        """The newest frame of the slowest rank; one that was not heard yet counts as where the others began."""
+        newest = (rank.newest for rank in self.ranks.values() if rank.here)
+        return min((self._began if n is None else n for n in newest), default=None)
 
     def _merge(self) -> None:
         """Steps that are complete, or that one rank has left `AHEAD` behind, in order."""
@@ -117,6 +145,8 @@ class Relay:
         self._leaving: set[int] = set()
         self._turned = asyncio.Event()
         self._pump: asyncio.Task[None] | None = None
+        self._asked: tuple[Batch, asyncio.Future[Reply]] | None = None
+        """The call that the hub has not answered yet. There is never a second one: each that waits costs memory there."""
 
     async def deliver(self, batch: Batch) -> Reply:
         if batch.attempt != self._node.attempt:
@@ -125,6 +155,8 @@ class Relay:
             self._pump = asyncio.create_task(self._turns())
         self._facts = batch.facts or self._facts
         self._leaving |= set(batch.leaving)
+        for rank in batch.leaving:
+            self._node.left(rank)
         for source, items in batch.items.items():
             self._node.take(source, items)
         wanted = {source: items[-1][0] for source, items in batch.items.items() if items}
@@ -153,13 +185,21 @@ class Relay:
             await asyncio.sleep(LINGER)
 
     async def _turn(self, items: dict[str, list[tuple[int, Item]]]) -> None:
-        facts, leaving = self._facts, tuple(self._leaving)
-        batch = Batch(self._node.attempt, items or {self._node.source: []}, facts, leaving)
-        reply: Reply = await asyncio.wait_for(self._hub.deliver.remote(batch), ANSWER)
+        if self._asked is None:
+            batch = Batch(
+                self._node.attempt, items or {self._node.source: []}, self._facts, tuple(self._leaving)
+            )
+            self._asked = batch, asyncio.ensure_future(self._hub.deliver.remote(batch))
+        batch, answer = self._asked
+        await asyncio.wait([answer], timeout=ANSWER)
+        if not answer.done():
+            raise TimeoutError(f"no answer for {ANSWER:.0f} s")
+        self._asked = None
+        reply = answer.result()
         self._node.acknowledged(reply.acked)
-        if self._facts is facts:
+        if self._facts is batch.facts:
             self._facts = None
-        self._leaving -= set(leaving)
+        self._leaving -= set(batch.leaving)
         self._last = reply
 
 
