@@ -259,13 +259,12 @@ def hub_dies(address: str, place: Path, seed: int, point: str, times: int = 1) -
     wrong = faults(left, [ranks])
     deaths = Path(f"{job.directory}.deaths")
     died = len(deaths.read_text()) if deaths.exists() else 0
-    # The steps are short: a command may be past its 64 steps when the hub is back. Then nobody applies it, and that rung is over.
-    ends = len(left["steps"]) == 1 or (not left["steps"] and "expired" in left["outcomes"])
-    if codes != [0] * WORLD or died != times or not ends:
+    # The steps are short: a command may be past its 64 steps when the hub is back. Nobody applies it; it is given again.
+    if codes != [0] * WORLD or died != times or len(left["steps"]) != 1:
         wrong.append(
             f"exit {codes}, the hub died {died} times, applied {left['steps']}: {ranks.logs[-2000:]}"
         )
-    return row(left, [ranks], wrong, nth=nth, died=died, healed=len(left["steps"]) == 1)
+    return row(left, [ranks], wrong, nth=nth, died=died)
 
 
 def healed(directory: str) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from conftest import Stream
@@ -88,6 +90,14 @@ def test_it_expires_only_after_every_rank_was_heard_of_beyond_its_expiry(command
     out = go(20)
     assert hub.command is None or hub.command.number > 1
     assert "outcome" in kinds(out)
+    assert hub.engine.spent.actions == (hub.command is not None), "nothing was done, so nothing is spent"
+
+
+def test_a_command_that_an_attempt_died_with_counts_against_the_budget(commanded):
+    hub, _go = commanded
+    hub.handle(replace(hub.hello, attempt=2))
+    assert hub.command is None
+    assert hub.engine.spent.actions == 1
 
 
 def test_a_rank_that_never_answers_ends_all_acting_in_this_attempt(commanded):

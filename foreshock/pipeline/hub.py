@@ -411,6 +411,7 @@ class Hub:
             return
         seen, last = self.assembler.seen, self.command.expires + CADENCE
         if len(seen) == len(self.hello.sources) and min(seen.values()) > last:
+            self._engine().refund(self.command.incident)
             self._fence(f"not applied within {EXPIRES} steps")
         elif max(seen.values(), default=0) > last + SILENCE:
             self._disable(f"no word on {self.command.id} from every rank in {SILENCE} steps")

@@ -126,6 +126,16 @@ class Engine:
                 self._next_rung(incident, clock, reason)
         return self._flush()
 
+    def refund(self, incident_id: str) -> None:
+        """No rank applied the incident's command, so it does not count against the budget of the run.
+
+        Not for one that an attempt died with: a remedy that ends the job each time must come to its end.
+        """
+        incident = self.get(incident_id)
+        if incident and incident.decision and incident.state is State.ACTING:
+            self.spent.actions -= 1
+            self.spent.rollbacks -= incident.decision.names.count("rollback")
+
     def interrupt(self, clock: int, reason: str) -> Ruling:
         """A new attempt began: what was in flight is fenced, what was only watched starts again."""
         for incident in self._open():
